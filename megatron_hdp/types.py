@@ -1,0 +1,253 @@
+"""The words of the project as frozen data: ring, piece, micro-batch, plan. No torch, no Megatron.
+
+Glossary (one noun per thing, in code, flags, docs and JSON):
+
+sequence     one document, or one part of a document longer than the context; length in tokens
+context      longest sequence allowed (Megatron's --seq-length)
+capacity     tokens that one rank holds in one micro-batch (--hdp-tokens-per-rank)
+pool         the data-parallel columns of the run; a *rank* here is a column (all its TP x PP processes)
+ring         ordered ranks that share one sequence; size 1 is *local*
+piece        the part of one sequence that one rank holds in one micro-batch
+micro-batch  the pieces that a rank runs forward and backward together
+plan         for one global batch, every rank's ordered list of micro-batches
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.errors import PlanError
+
+IntArray = npt.NDArray[np.int64]
+
+PLAN_SCHEMA = 1
+"""Version of the JSON that `Plan.to_json` writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The contiguous pool ranks ``start .. start + size - 1`` that share one sequence.
+
+    The ring walks the even offsets up and the odd offsets down (0, 2, 4, 5, 3, 1 for size 6), so that neighbours
+    on the ring are never more than two ranks apart and a rank meets at most four peers in a whole run.
+    """
+
+    start: int
+    size: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Pool ranks in walking order; index = position on the ring."""
+        return tuple(self.start + offset for offset in _walk(self.size))
+
+    def position(self, rank: int) -> int:
+        """Position of a pool rank on the ring, 0 .. size - 1."""
+        offset = rank - self.start
+        if not 0 <= offset < self.size:
+            raise PlanError(f"rank {rank} is not on the ring of ranks {self.start} to {self.start + self.size - 1}")
+        return offset // 2 if offset % 2 == 0 else self.size - 1 - offset // 2
+
+    def neighbours(self, rank: int) -> tuple[int, int]:
+        """Pool ranks before and after ``rank`` in walking order."""
+        ranks = self.ranks
+        position = self.position(rank)
+        return ranks[position - 1], ranks[(position + 1) % self.size]
+
+
+@functools.lru_cache(maxsize=4096)
+def _walk(size: int) -> tuple[int, ...]:
+    """Offsets of a ring in walking order: even ones up, odd ones down."""
+    evens = tuple(range(0, size, 2))
+    odds = tuple(range(1, size, 2))
+    return evens + odds[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of sequence ``sequence`` that one rank holds: chunks ``position`` and ``2 size - 1 - position``.
+
+    The sequence is padded at its tail to ``2 * ring.size * chunk_tokens`` tokens and cut into ``2 * ring.size`` equal
+    chunks; the rank at position p holds chunks p and 2d - 1 - p (zigzag), so causal work is equal on every rank.
+    A local piece (size 1) is the whole padded sequence.
+    """
+
+    sequence: int
+    """Index of the sequence in the plan's batch."""
+    length: int
+    """Real tokens of the whole sequence, padding not counted."""
+    ring: Ring
+    position: int
+    chunk_tokens: int
+    """Tokens of one of the 2d chunks, padding counted."""
+    offload: float = 0.0
+    """Fraction of the activations that leaves for host memory, 0 .. 1."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the rank holds, padding counted."""
+        return 2 * self.chunk_tokens
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Token positions [begin, end) in the padded sequence of the piece's two chunks, in order of position."""
+        low, high = self.position, 2 * self.ring.size - 1 - self.position
+        chunk = self.chunk_tokens
+        return (low * chunk, (low + 1) * chunk), (high * chunk, (high + 1) * chunk)
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that the rank holds, padding not counted."""
+        return sum(max(0, min(end, self.length) - begin) for begin, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The pieces that one rank runs together, in the order in which they lie in its tensors.
+
+    Ring pieces come in the same relative order on every rank, which is what keeps rings from waiting on each other.
+    An empty micro-batch is legal: the rank runs padding with no loss.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the rank holds, padding counted."""
+        return sum(piece.tokens for piece in self.pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who runs what for one global batch; pure data in columns, so that huge batches stay cheap.
+
+    Piece ``i`` of micro-batch ``m`` is sequence ``piece_sequence[i]`` for i in
+    ``microbatch_offsets[m] .. microbatch_offsets[m + 1]``; the micro-batches of rank ``r`` are
+    ``rank_offsets[r] .. rank_offsets[r + 1]``. What a rank holds of a sequence follows from its place on the ring.
+    """
+
+    num_ranks: int
+    capacity: int
+    """Tokens one rank may hold in one micro-batch."""
+    pad_multiple: int
+    """Piece sizes are multiples of this: 2, or lcm(2, TP) with sequence parallelism."""
+    lengths: IntArray
+    """Real tokens of every sequence of the batch, shape [num_sequences]."""
+    ring_start: IntArray
+    ring_size: IntArray
+    offload: npt.NDArray[np.float64]
+    rank_offsets: IntArray
+    microbatch_offsets: IntArray
+    piece_sequence: IntArray
+
+    def __post_init__(self) -> None:
+        for name in self._columns():
+            dtype = np.float64 if name == "offload" else np.int64
+            array = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)  # freezing the columns is part of construction
+
+    @staticmethod
+    def _columns() -> tuple[str, ...]:
+        return (
+            "lengths",
+            "ring_start",
+            "ring_size",
+            "offload",
+            "rank_offsets",
+            "microbatch_offsets",
+            "piece_sequence",
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self.digest()[:8], "little")
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.lengths.size)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the batch."""
+        return int(self.lengths.sum())
+
+    @property
+    def chunk_tokens(self) -> IntArray:
+        """Tokens of one of the 2d chunks of every sequence, padding counted, shape [num_sequences]."""
+        return chunk_tokens(self.lengths, self.ring_size, self.pad_multiple)
+
+    @property
+    def microbatch_counts(self) -> IntArray:
+        """Micro-batches of every rank, shape [num_ranks]."""
+        return np.diff(self.rank_offsets)
+
+    def ring(self, sequence: int) -> Ring:
+        return Ring(int(self.ring_start[sequence]), int(self.ring_size[sequence]))
+
+    def piece(self, sequence: int, rank: int) -> Piece:
+        """What ``rank`` holds of ``sequence``."""
+        ring = self.ring(sequence)
+        length = int(self.lengths[sequence])
+        chunk = int(chunk_tokens(length, ring.size, self.pad_multiple))
+        return Piece(sequence, length, ring, ring.position(rank), chunk, float(self.offload[sequence]))
+
+    def micro_batch(self, rank: int, slot: int) -> MicroBatch:
+        """The ``slot``-th micro-batch of ``rank``."""
+        index = int(self.rank_offsets[rank]) + slot
+        begin, end = self.microbatch_offsets[index : index + 2]
+        return MicroBatch(tuple(self.piece(int(s), rank) for s in self.piece_sequence[begin:end]))
+
+    def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
+        """Every micro-batch of ``rank``, in the order in which it runs them."""
+        return tuple(self.micro_batch(rank, slot) for slot in range(int(self.microbatch_counts[rank])))
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
+        return (self.micro_batches(rank) for rank in range(self.num_ranks))
+
+    def digest(self) -> bytes:
+        """SHA-256 of the plan's canonical bytes: equal on every rank, process and platform for equal plans."""
+        sha = hashlib.sha256(f"{PLAN_SCHEMA} {self.num_ranks} {self.capacity} {self.pad_multiple}".encode())
+        for name in self._columns():
+            array = getattr(self, name)
+            sha.update(f" {name} {array.size} ".encode())
+            sha.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        return sha.digest()
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces; `from_json` gives back an equal plan."""
+        data: dict[str, Any] = {
+            "schema": PLAN_SCHEMA,
+            "num_ranks": self.num_ranks,
+            "capacity": self.capacity,
+            "pad_multiple": self.pad_multiple,
+        }
+        data.update({name: getattr(self, name).tolist() for name in self._columns()})
+        return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Inverse of `to_json`. Raises `PlanError` for another schema or missing fields."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("schema", None) != PLAN_SCHEMA:
+            raise PlanError(f"not a plan of schema {PLAN_SCHEMA}: write it again with this version")
+        try:
+            return cls(**{name: np.asarray(v) if isinstance(v, list) else v for name, v in data.items()})
+        except TypeError as error:
+            raise PlanError(f"plan JSON does not have the fields of schema {PLAN_SCHEMA}: {error}") from error
+
+
+def chunk_tokens(length: Any, ring_size: Any, pad_multiple: int) -> Any:
+    """Tokens of one of the 2d chunks of a sequence padded to a multiple of d * pad_multiple (ints or arrays).
+
+    With pad_multiple 2 (no sequence parallelism) the sequence is padded to a multiple of 2d.
+    """
+    unit = ring_size * pad_multiple
+    return -(-length // unit) * pad_multiple // 2
