@@ -172,6 +172,7 @@ class Plan:
 
     @property
     def num_sequences(self) -> int:
+        """Sequences of the batch."""
         return int(self.lengths.size)
 
     @property
@@ -182,7 +183,7 @@ class Plan:
     @property
     def chunk_tokens(self) -> IntArray:
         """Tokens of one of the 2d chunks of every sequence, padding counted, shape [num_sequences]."""
-        return chunk_tokens(self.lengths, self.ring_size, self.pad_multiple)
+        return np.asarray(chunk_tokens(self.lengths, self.ring_size, self.pad_multiple), dtype=np.int64)
 
     @property
     def microbatch_counts(self) -> IntArray:
@@ -190,6 +191,7 @@ class Plan:
         return np.diff(self.rank_offsets)
 
     def ring(self, sequence: int) -> Ring:
+        """The ring that shares ``sequence``."""
         return Ring(int(self.ring_start[sequence]), int(self.ring_size[sequence]))
 
     def piece(self, sequence: int, rank: int) -> Piece:
@@ -239,7 +241,8 @@ class Plan:
         if not isinstance(data, dict) or data.pop("schema", None) != PLAN_SCHEMA:
             raise PlanError(f"not a plan of schema {PLAN_SCHEMA}: write it again with this version")
         try:
-            return cls(**{name: np.asarray(v) if isinstance(v, list) else v for name, v in data.items()})
+            fields: dict[str, Any] = {name: np.asarray(v) if isinstance(v, list) else v for name, v in data.items()}
+            return cls(**fields)
         except TypeError as error:
             raise PlanError(f"plan JSON does not have the fields of schema {PLAN_SCHEMA}: {error}") from error
 
