@@ -5,6 +5,25 @@ from megatron_hdp.types import MicroBatch, Piece, Plan, Ring
 
 __version__ = "0.1.0"
 
+
+def install(allow_drift: bool = False) -> None:
+    """Wrap Megatron's functions so that `--hdp` works. Call it before anything is imported from `megatron`.
+
+    The launcher (`python -m megatron_hdp SCRIPT`) does this itself. Nothing changes for a run without `--hdp`, and a
+    second call does nothing. Imports Megatron and torch.
+
+    Args:
+        allow_drift: accept a Megatron in which the body of a wrapped function changed but not its signature.
+
+    Raises:
+        SeamError: Megatron is absent, of an unknown version, or changed, or a module already holds one of the functions
+            by name. Nothing is wrapped then.
+    """
+    from megatron_hdp.seams.install import install as install_seams
+
+    install_seams(allow_drift)
+
+
 __all__ = [
     "ConfigError",
     "DataError",
@@ -17,4 +36,5 @@ __all__ = [
     "Ring",
     "SeamError",
     "__version__",
+    "install",
 ]

@@ -1,0 +1,165 @@
+"""Every place where this package touches Megatron, why, and since when. Nothing else assigns into `megatron.*`."""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One function of Megatron that is wrapped.
+
+    Attributes:
+        name: short name, used in messages and in the start-up table.
+        target: "module:attribute" where Megatron looks the function up; it may be defined elsewhere.
+        wrapper: "module:function" of ours, called once with the original and returning the replacement.
+        reason: what the wrapper is for.
+        consumers: further "module:attribute" places that hold the same object by name and are replaced with it.
+        since: first Megatron minor version (included) that has this place.
+        until: first Megatron minor version that no longer has it; "" while there is none.
+    """
+
+    name: str
+    target: str
+    wrapper: str
+    reason: str
+    consumers: tuple[str, ...] = ()
+    since: str = "0.19"
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One place of Megatron that is relied on but left alone; fingerprinted like a seam."""
+
+    target: str
+    reason: str
+    since: str = "0.19"
+    until: str = ""
+
+    @property
+    def name(self) -> str:
+        """The bare name of the class or function, used in messages."""
+        return self.target.rpartition(":")[2]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seams, contracts, and the folder that holds one fingerprint file per Megatron minor version."""
+
+    seams: tuple[Seam, ...]
+    contracts: tuple[Contract, ...]
+    fingerprints: Path
+
+    @property
+    def places(self) -> tuple[Seam | Contract, ...]:
+        """Seams, then contracts."""
+        return (*self.seams, *self.contracts)
+
+    def for_minor(self, minor: str) -> "Table":
+        """The part of the table that exists in Megatron `minor` ("0.19")."""
+        return Table(
+            tuple(seam for seam in self.seams if _covers(seam, minor)),
+            tuple(contract for contract in self.contracts if _covers(contract, minor)),
+            self.fingerprints,
+        )
+
+
+def _covers(entry: Seam | Contract, minor: str) -> bool:
+    version = _ordinal(minor)
+    return _ordinal(entry.since) <= version and (not entry.until or version < _ordinal(entry.until))
+
+
+def _ordinal(minor: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in minor.split("."))
+
+
+_TRAINING = "megatron.training.training"
+
+SEAMS = (
+    Seam(
+        "flags",
+        "megatron.training.arguments:add_megatron_arguments",
+        "megatron_hdp.seams.flags:wrap_add_arguments",
+        "adds the --hdp flag group whatever parser the script builds",
+    ),
+    Seam(
+        "validate",
+        "megatron.training.arguments:validate_args",
+        "megatron_hdp.seams.flags:wrap_validate_args",
+        "folds context parallelism into the pool and refuses what cannot work, before and after Megatron's checks",
+    ),
+    Seam(
+        "pretrain",
+        f"{_TRAINING}:pretrain",
+        "megatron_hdp.seams.run:wrap_pretrain",
+        "sets up pool, attention and positions around the user's own model and loss",
+        consumers=("megatron.training:pretrain",),
+    ),
+    Seam(
+        "data",
+        f"{_TRAINING}:build_train_valid_test_data_iterators",
+        "megatron_hdp.seams.run:wrap_data_iterators",
+        "hands out planned micro-batches instead of fixed ones",
+    ),
+    Seam(
+        "schedule",
+        f"{_TRAINING}:get_forward_backward_func",
+        "megatron_hdp.seams.run:wrap_schedule",
+        "gives every rank its own number of micro-batches; replaced where it is looked up, not where it is defined",
+    ),
+    Seam(
+        "log",
+        f"{_TRAINING}:training_log",
+        "megatron_hdp.seams.run:wrap_training_log",
+        "adds imbalance, ring bytes and planning time to Megatron's log line and writers",
+    ),
+    Seam(
+        "scheduler",
+        f"{_TRAINING}:get_optimizer_param_scheduler",
+        "megatron_hdp.seams.run:wrap_param_scheduler",
+        "keeps learning-rate steps in global batches although their number of sequences varies",
+    ),
+)
+
+CONTRACTS = (
+    Contract(
+        "megatron.core.packed_seq_params:PackedSeqParams", "subclassed to carry a micro-batch's pieces to attention"
+    ),
+    Contract(
+        "megatron.training.models.gpt:default_layer_spec", "called for the layer spec whose core attention is swapped"
+    ),
+    Contract("megatron.training.models.gpt:GPTModelConfig", "its transformer_layer_spec and pre-wrap hooks are set"),
+    Contract(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding",
+        "replaced on the model by positions per token; its two methods are called with packed_seq_params",
+    ),
+    Contract(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        "our core attention takes the same constructor and forward arguments",
+    ),
+    Contract(
+        "megatron.core.rerun_state_machine:RerunDataIterator", "wraps our iterator and may replay what it yielded"
+    ),
+    Contract(
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+        "sums (loss, tokens) over micro-batches without dividing by their number",
+    ),
+    Contract(
+        "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        "divides gradients by the token count of the whole pool",
+    ),
+    Contract(f"{_TRAINING}:update_seqlen_stats_from_cu_seqlens", "fed with real lengths so that FLOPs are right"),
+    Contract(f"{_TRAINING}:train_step", "calls the schedule once per step and reduces losses over the pool"),
+    Contract(f"{_TRAINING}:evaluate", "looks up the schedule seam for evaluation"),
+    Contract(f"{_TRAINING}:train", "looks up the schedule and log seams"),
+    Contract(f"{_TRAINING}:setup_model_and_optimizer", "looks up the scheduler seam"),
+    Contract("megatron.training.arguments:parse_and_validate_args", "looks up the validate seam"),
+    Contract("megatron.training.arguments:parse_args", "looks up the flags seam"),
+)
+
+
+def default_table() -> Table:
+    """The table of the installed package."""
+    folder = resources.files("megatron_hdp.seams") / "fingerprints"
+    return Table(SEAMS, CONTRACTS, Path(str(folder)))
