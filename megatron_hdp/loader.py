@@ -1,0 +1,116 @@
+"""From a step number to this rank's micro-batches: read lengths, plan, agree, read only the rank's own tokens."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hdp.data.batches import MicroBatchArrays, piece_arrays
+from megatron_hdp.data.corpus import Batch, Corpus
+from megatron_hdp.errors import DataError
+from megatron_hdp.pool import Service
+from megatron_hdp.types import IntArray, MicroBatch, Plan
+
+
+@dataclass(frozen=True)
+class MicroBatchTensors:
+    """One micro-batch of one rank, ready for the model. T tokens, padding counted."""
+
+    micro_batch: MicroBatch
+    tokens_1T: torch.Tensor
+    """Token ids, int64 [1, T]."""
+    labels_1T: torch.Tensor
+    """Next token of every token, int64 [1, T]."""
+    loss_mask_1T: torch.Tensor
+    """1 where the label counts, float32 [1, T]."""
+    positions_1T: torch.Tensor
+    """Position of every token in its sequence, int64 [1, T]."""
+
+
+@dataclass(frozen=True)
+class StepBundle:
+    """All that one rank needs for one step. Yielded whole, so that Megatron can replay a step."""
+
+    step: int
+    plan: Plan
+    micro_batches: tuple[MicroBatchTensors, ...]
+    plan_seconds: float
+    """Time to choose the batch and plan it, in the service thread."""
+    read_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How documents become model input."""
+
+    rank: int
+    vocab_size: int
+    """Tokens must be below this (padded) vocabulary size."""
+    eod: int | None
+    """End-of-document token whose own position is masked, or None."""
+    lookahead: int
+
+
+class StepLoader:
+    """Bundles of any step, read ahead. The bundle of a step depends on nothing but data, seed and step."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        make_plan: Callable[[IntArray], Plan],
+        agree: Callable[[bytes, int], None],
+        service: Service,
+        options: LoaderOptions,
+    ) -> None:
+        self.corpus = corpus
+        self._make_plan = make_plan
+        self._agree = agree
+        self._service = service
+        self._options = options
+        self._ahead: dict[int, Future[StepBundle]] = {}
+
+    def bundle(self, step: int) -> StepBundle:
+        """This rank's bundle of ``step``. Raises `DataError` or `PlanError`.
+
+        Every process must ask for the same steps in the same order, since plans are compared between processes.
+        """
+        for wanted in range(step, step + self._options.lookahead + 1):
+            if wanted not in self._ahead:
+                self._ahead[wanted] = self._service.submit(lambda wanted=wanted: self._make(wanted))  # type: ignore[misc]
+        # bundles of the current step stay: each model chunk of an interleaved pipeline asks for its own
+        for old in [known for known in self._ahead if known < step]:
+            del self._ahead[old]
+        return self._ahead[step].result()
+
+    def _make(self, step: int) -> StepBundle:
+        start = time.perf_counter()
+        batch = self.corpus.batch(step)
+        plan = self._make_plan(batch.lengths)
+        planned = time.perf_counter()
+        self._agree(plan.digest(), step)
+        agreed = time.perf_counter()
+        micro_batches = tuple(self._read(batch, micro_batch) for micro_batch in plan.micro_batches(self._options.rank))
+        return StepBundle(step, plan, micro_batches, planned - start, time.perf_counter() - agreed)
+
+    def _read(self, batch: Batch, micro_batch: MicroBatch) -> MicroBatchTensors:
+        options = self._options
+        arrays = piece_arrays(self.corpus, batch, micro_batch, eod=options.eod)
+        self._check_vocabulary(arrays)
+        return MicroBatchTensors(
+            micro_batch,
+            torch.from_numpy(arrays.tokens)[None],
+            torch.from_numpy(arrays.labels)[None],
+            torch.from_numpy(arrays.loss_mask)[None],
+            torch.from_numpy(arrays.positions)[None],
+        )
+
+    def _check_vocabulary(self, arrays: MicroBatchArrays) -> None:
+        """An id beyond the embedding would read another parameter's memory on some devices."""
+        largest = int(max(arrays.tokens.max(), arrays.labels.max()))
+        if largest >= self._options.vocab_size:
+            raise DataError(
+                f"the data holds token id {largest}, but the model's vocabulary has {self._options.vocab_size} entries: "
+                "was the corpus made with another tokenizer?"
+            )

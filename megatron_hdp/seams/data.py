@@ -1,0 +1,110 @@
+"""From Megatron's data flags to corpora, planners and step iterators."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.training import get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_hdp.config import HdpConfig
+from megatron_hdp.data.corpus import Corpus, SequenceCount, TokenBudget, open_corpus
+from megatron_hdp.errors import ConfigError, DataError
+from megatron_hdp.loader import LoaderOptions, StepBundle, StepLoader
+from megatron_hdp.planner import plan
+from megatron_hdp.types import IntArray, Plan
+
+SPLITS = ("train", "valid", "test")
+
+
+class StepIterator:
+    """Endless iterator of step bundles; Megatron wraps it to be able to replay a step."""
+
+    def __init__(self, loader: StepLoader, step: Callable[[], int] | None = None) -> None:
+        """``step`` tells which step runs now; without it steps are counted from 0."""
+        self._loader = loader
+        self._step = step
+        self._count = 0
+
+    def __iter__(self) -> "StepIterator":
+        return self
+
+    def __next__(self) -> StepBundle:
+        step = self._count if self._step is None else self._step()
+        self._count += 1
+        return self._loader.bundle(step)
+
+
+def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
+    """The corpus of one split, or None where the flags give it no documents.
+
+    Raises `DataError` for damaged files, or for a sequence that the pool cannot hold.
+    """
+    index = SPLITS.index(split)
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend_per_split is not None:
+        blend, shares = blend_per_split[index], None
+    else:
+        shares = _split_shares(args.split)
+    if blend is None or (shares is not None and shares[index] == 0):
+        return None
+    prefixes, weights = blend
+    size = (
+        SequenceCount(args.hdp_sequences_per_step) if config.batch_tokens is None else TokenBudget(config.batch_tokens)
+    )
+    corpus = open_corpus(
+        prefixes,
+        weights,
+        context=args.seq_length,
+        # each split has its own stream: the same seed would make no difference, but is no reason to share it
+        seed=args.seed + index,
+        size=size,
+        shares=shares,
+        split_index=index,
+    )
+    return corpus
+
+
+def _split_shares(text: str | None) -> list[float]:
+    """Shares of train, validation and test from --split, as Megatron reads it (its default is 969,30,1)."""
+    parts = [float(part) for part in (text or "969,30,1").replace("/", ",").split(",")]
+    parts += [0.0] * (len(SPLITS) - len(parts))
+    if min(parts) < 0 or sum(parts) <= 0 or len(parts) > len(SPLITS):
+        raise ConfigError(f"--split {text}: up to three shares, none negative, not all zero")
+    return [part / sum(parts) for part in parts]
+
+
+def planner_from_args(args: Any, config: HdpConfig, pool_size: int) -> Callable[[IntArray], Plan]:
+    """The function from lengths to a plan for this run."""
+    assert config.tokens_per_rank is not None  # checked by resolve()
+    return functools.partial(
+        plan,
+        num_ranks=pool_size,
+        tokens_per_rank=config.tokens_per_rank,
+        algorithm=config.algorithm,
+        balance="dp" if args.hdp_balance == "auto" else args.hdp_balance,
+        stages=args.pipeline_model_parallel_size,
+        virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def loader_options(args: Any, config: HdpConfig, rank: int) -> LoaderOptions:
+    """How this rank turns documents into model input."""
+    return LoaderOptions(
+        rank=rank,
+        vocab_size=args.padded_vocab_size,
+        eod=get_tokenizer().eod if args.eod_mask_loss else None,
+        lookahead=config.lookahead,
+    )
+
+
+def check_longest(corpus: Corpus, pool_size: int, tokens_per_rank: int) -> None:
+    """Raise `DataError` at the start of a run if its longest sequence does not fit into the pool."""
+    if corpus.longest_sequence > pool_size * tokens_per_rank:
+        needed = -(-corpus.longest_sequence // pool_size)
+        raise DataError(
+            f"the longest sequence has {corpus.longest_sequence} tokens, but the pool holds {pool_size} ranks x "
+            f"{tokens_per_rank} = {pool_size * tokens_per_rank}: set --hdp-tokens-per-rank to at least "
+            f"{needed + needed % 2}, or --seq-length to at most {pool_size * tokens_per_rank}, or use "
+            f"{-(-corpus.longest_sequence // tokens_per_rank)} ranks"
+        )

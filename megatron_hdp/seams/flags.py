@@ -1,0 +1,193 @@
+"""Seams "flags" and "validate": the --hdp-* flag group, and what a run with --hdp changes or refuses.
+
+Only plain numbers, strings and booleans are put on Megatron's args: they are pickled into checkpoints, which must
+load where this package is not installed.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hdp.config import HdpConfig, flag, option_names, option_parser, resolve
+from megatron_hdp.errors import ConfigError
+from megatron_hdp.seams.refuse import refuse_conflicts
+
+
+def wrap_add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam "flags": add our group after Megatron's own flags."""
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return _add_group(original(parser))
+
+    return add_megatron_arguments
+
+
+def _add_group(parser: Any) -> Any:
+    """The --hdp-* group. Options without a value on the command line leave no attribute, so YAML can fill them."""
+    group = parser.add_argument_group(title="hybrid data parallelism")
+    group.add_argument("--hdp", action="store_true", help="Turn on hybrid data parallelism.")
+    group.add_argument("--hdp-config", metavar="FILE", default=None, help="YAML file with the options below.")
+    for field in dataclasses.fields(HdpConfig):
+        kind, choices = option_parser(field.name)
+        group.add_argument(
+            flag(field.name),
+            type=kind,
+            choices=choices,
+            dest=f"hdp_{field.name}",
+            default=argparse.SUPPRESS,
+            help=f"{_field_docs()[field.name]} Default: {field.default}.".replace("%", "%%"),
+        )
+    return parser
+
+
+@functools.cache
+def _field_docs() -> dict[str, str]:
+    """Docstrings under the fields of `HdpConfig`, by field name."""
+    body = ast.parse(inspect.getsource(HdpConfig)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:]):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            assert isinstance(following, ast.Expr), f"HdpConfig.{statement.target.id} has no docstring"
+            docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs
+
+
+def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam "validate": prepare the args before Megatron's checks, complete them after."""
+
+    @functools.wraps(original)
+    def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (Megatron's signature)
+        if not getattr(args, "hdp", False):
+            _drop_options(args)
+            return original(args, defaults)
+        config = resolve(_explicit_options(args), args.hdp_config)
+        refuse_conflicts(args, defaults)
+        _prepare(args, config)
+        result = original(args, defaults)
+        _complete(args, config)
+        return result
+
+    return validate_args
+
+
+def config_from_args(args: Any) -> HdpConfig:
+    """The run's options, as stored on validated args."""
+    return HdpConfig(**{name: getattr(args, f"hdp_{name}") for name in option_names()})
+
+
+def _explicit_options(args: Any) -> dict[str, Any]:
+    """Options that were given on the command line."""
+    return {name: getattr(args, f"hdp_{name}") for name in option_names() if hasattr(args, f"hdp_{name}")}
+
+
+def _drop_options(args: Any) -> None:
+    """Without --hdp the other --hdp-* flags do nothing, so that one flag turns a run into its own baseline."""
+    ignored = _explicit_options(args)
+    if getattr(args, "hdp_config", None) is not None:
+        ignored["config"] = args.hdp_config
+    if ignored:
+        log(args, f"--hdp is off: {', '.join(flag(name) for name in ignored)} ignored")
+    for name in ignored:
+        delattr(args, f"hdp_{name}")
+
+
+def _prepare(args: Any, config: HdpConfig) -> None:
+    """Everything that Megatron's own checks must already see."""
+    if args.context_parallel_size > 1:
+        log(args, f"--context-parallel-size {args.context_parallel_size} is folded into the pool")
+        args.context_parallel_size = 1
+    if args.micro_batch_size not in (None, 1):
+        log(args, f"--micro-batch-size {args.micro_batch_size} becomes 1: a micro-batch is filled up to its capacity")
+    args.micro_batch_size = 1
+    args.eval_micro_batch_size = 1
+    args.calculate_per_token_loss = True
+    args.dataloader_type = "external"
+    args.create_attention_mask_in_dataloader = False
+    pool_size = _pool_size(args)
+    _check_balance(args, config)
+    _check_capacity(args, config, pool_size)
+    args.hdp_sequences_per_step = _sequences_per_step(args, config, pool_size)
+    # Megatron counts in "samples per step" that must divide by the data-parallel size. Ours need not: round up
+    # here, and let the learning-rate schedule count real ones (see wrap_param_scheduler).
+    args.global_batch_size = -(-args.hdp_sequences_per_step // pool_size) * pool_size
+    if args.eval_global_batch_size not in (None, args.hdp_sequences_per_step):
+        raise ConfigError(
+            "--eval-global-batch-size is not supported with --hdp: evaluation uses the training batch size"
+        )
+    args.eval_global_batch_size = args.global_batch_size
+
+
+def _pool_size(args: Any) -> int:
+    """Data-parallel columns once context parallelism is folded in."""
+    columns = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % columns:
+        raise ConfigError(
+            f"{args.world_size} processes cannot form columns of tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} x pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
+        )
+    return int(args.world_size // columns)
+
+
+def _check_balance(args: Any, config: HdpConfig) -> None:
+    if config.balance == "dp" and args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"--hdp-balance dp with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: unequal counts "
+            "would let rings wait on each other inside the pipeline schedule; use --hdp-balance pp or auto"
+        )
+
+
+def _check_capacity(args: Any, config: HdpConfig, pool_size: int) -> None:
+    capacity = config.tokens_per_rank
+    assert capacity is not None  # resolve() requires it
+    if capacity % 2:
+        raise ConfigError(
+            f"--hdp-tokens-per-rank is {capacity}: it must be even, because a piece is two chunks of equal size; "
+            f"use {capacity - 1} or {capacity + 1}"
+            if capacity > 1
+            else "--hdp-tokens-per-rank must be at least 2"
+        )
+    if args.seq_length is None:
+        raise ConfigError("--hdp needs --seq-length: the context, to which longer documents are cut")
+    if config.batch_tokens is not None and config.batch_tokens < args.seq_length:
+        raise ConfigError(
+            f"--hdp-batch-tokens {config.batch_tokens} is smaller than the context --seq-length {args.seq_length}: "
+            "a step must be able to hold one whole sequence"
+        )
+    if config.batch_tokens is not None and config.batch_tokens + args.seq_length >= 2**31:
+        raise ConfigError(
+            f"--hdp-batch-tokens {config.batch_tokens}: Megatron counts the tokens of a step in 32 bits, "
+            f"so a step must stay below {2**31} tokens"
+        )
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+
+
+def _sequences_per_step(args: Any, config: HdpConfig, pool_size: int) -> int:
+    """Sequences that a step counts for in Megatron's counters: exact, or nominal for a token budget."""
+    if args.global_batch_size is not None:
+        return int(args.global_batch_size)
+    if config.batch_tokens is not None:
+        return max(1, config.batch_tokens // int(args.seq_length))
+    return pool_size
+
+
+def _complete(args: Any, config: HdpConfig) -> None:
+    """Store the resolved options, after Megatron's checks passed."""
+    for name, value in dataclasses.asdict(config).items():
+        setattr(args, f"hdp_{name}", value)
+    if args.hdp_balance == "auto":
+        args.hdp_balance = "pp" if args.pipeline_model_parallel_size > 1 else "dp"
+    args.hdp_validated = True
+
+
+def log(args: Any, message: str) -> None:
+    """One line on rank 0."""
+    if int(getattr(args, "rank", os.environ.get("RANK", 0))) == 0:
+        print(f"megatron_hdp: {message}", flush=True)
