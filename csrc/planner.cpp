@@ -1,0 +1,74 @@
+// Planner core. Each function has a Python twin in megatron_hdp/planner that gives identical results; integers only, so
+// that every platform makes the same plan.
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+namespace nb = nanobind;
+
+using Int64View = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int64Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+
+namespace {
+
+Int64Array to_numpy(std::vector<std::int64_t> &&values) {
+    auto *owned = new std::vector<std::int64_t>(std::move(values));
+    nb::capsule owner(owned, [](void *p) noexcept { delete static_cast<std::vector<std::int64_t> *>(p); });
+    return Int64Array(owned->data(), {owned->size()}, owner);
+}
+
+// Best fit decreasing, O(n log n): items from large to small (ties: lower index), each into the open bin that it fills
+// most (ties: lower bin), else into a new bin. Bins 0 .. rooms.size - 1 are open from the start with those rooms.
+Int64Array best_fit(Int64View sizes, std::int64_t capacity, Int64View rooms) {
+    const std::size_t n = sizes.shape(0);
+    for (std::size_t i = 0; i < n; ++i) {
+        if (sizes(i) < 1 || sizes(i) > capacity) {
+            throw std::invalid_argument("item " + std::to_string(i) + " has size " + std::to_string(sizes(i)) +
+                                        ", which is not in 1 .. capacity " + std::to_string(capacity));
+        }
+    }
+    std::vector<std::int64_t> bins(n);
+    {
+        nb::gil_scoped_release unlocked;
+        std::vector<std::size_t> order(n);
+        std::iota(order.begin(), order.end(), std::size_t{0});
+        std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return sizes(a) > sizes(b); });
+
+        std::set<std::pair<std::int64_t, std::int64_t>> open; // (room, bin)
+        std::int64_t num_bins = static_cast<std::int64_t>(rooms.shape(0));
+        for (std::int64_t bin = 0; bin < num_bins; ++bin) {
+            open.emplace(rooms(static_cast<std::size_t>(bin)), bin);
+        }
+        for (const std::size_t item : order) {
+            const std::int64_t size = sizes(item);
+            const auto found = open.lower_bound({size, -1});
+            const bool fresh = found == open.end();
+            const std::int64_t room = (fresh ? capacity : found->first) - size;
+            const std::int64_t bin = fresh ? num_bins++ : found->second;
+            if (!fresh) {
+                open.erase(found);
+            }
+            if (room > 0) {
+                open.emplace(room, bin);
+            }
+            bins[item] = bin;
+        }
+    }
+    return to_numpy(std::move(bins));
+}
+
+} // namespace
+
+NB_MODULE(_core, module) {
+    module.doc() = "Planner core in C++; the twins in megatron_hdp.planner give the same results without it.";
+    module.def("best_fit", &best_fit, nb::arg("sizes"), nb::arg("capacity"), nb::arg("rooms"));
+}

@@ -1,0 +1,5 @@
+"""Types of the compiled planner core, csrc/planner.cpp."""
+
+from megatron_hdp.types import IntArray
+
+def best_fit(sizes: IntArray, capacity: int, rooms: IntArray) -> IntArray: ...

@@ -1,0 +1,215 @@
+"""Every invariant of a plan, checked on every plan before it is used."""
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.errors import PlanError
+from megatron_hdp.planner.order import execute
+from megatron_hdp.types import IntArray, Plan, Ring
+
+MAX_PEERS = 4
+"""Ranks that one rank exchanges data with, over a whole run."""
+
+
+def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
+    """Return if the plan keeps every invariant.
+
+    Args:
+        plan: the plan.
+        stages: pipeline stages. With more than one, counts must be equal and a ring must have the same slot on all
+            its ranks, which is enough for 1F1B and interleaved schedules.
+        virtual_stages: model parts per stage. With more than one, the count must be a multiple of ``stages``, as
+            Megatron's interleaved schedule demands.
+        expert_group: ranks that exchange tokens between experts, consecutive; counts must be equal inside a group.
+
+    Raises:
+        PlanError: names the broken invariant, rank, sequence and numbers.
+    """
+    _check_columns(plan)
+    microbatch = np.repeat(np.arange(plan.microbatch_offsets.size - 1), np.diff(plan.microbatch_offsets))
+    rank_of = np.repeat(np.arange(plan.num_ranks), np.diff(plan.rank_offsets))
+    rank = rank_of[microbatch]
+    _check_rings(plan)
+    _check_pieces(plan, rank)
+    _check_order_inside(plan, microbatch, rank_of)
+    _check_capacity(plan, microbatch, rank_of)
+    _check_peers(plan)
+    _check_counts(plan, stages, virtual_stages, expert_group)
+    if stages > 1:
+        _check_same_slots(plan, microbatch - plan.rank_offsets[rank], rank)
+    execute(plan, np.zeros(rank_of.size, dtype=np.int64))
+
+
+def held_tokens(tokens: IntArray, offload: npt.NDArray[np.float64]) -> IntArray:
+    """Tokens of pieces that stay on the device after offload, rounded up; same shapes."""
+    return tokens - np.floor(tokens * offload).astype(np.int64)
+
+
+def peers(plan: Plan) -> IntArray:
+    """Number of ranks that each rank exchanges ring data with over the plan, shape [num_ranks]."""
+    rings = np.unique(np.stack([plan.ring_start, plan.ring_size]), axis=1)
+    links = []
+    for size in np.unique(rings[1][rings[1] > 1]).tolist():
+        walk = np.array(Ring(0, size).ranks)
+        ranks = rings[0][rings[1] == size][:, None] + walk
+        links.append(np.stack([ranks, np.roll(ranks, -1, axis=1)]).reshape(2, -1))
+    if not links:
+        return np.zeros(plan.num_ranks, dtype=np.int64)
+    one_way = np.concatenate(links, axis=1)
+    both = np.concatenate([one_way, one_way[::-1]], axis=1)
+    pairs = np.unique(both[0] * plan.num_ranks + both[1])
+    return np.bincount(pairs // plan.num_ranks, minlength=plan.num_ranks)
+
+
+def _check_columns(plan: Plan) -> None:
+    """Sizes, offsets and ranges: after this, indexing is safe."""
+    if plan.num_ranks < 1 or plan.capacity < 1 or plan.pad_multiple < 2 or plan.pad_multiple % 2:
+        raise PlanError(
+            f"columns: num_ranks {plan.num_ranks} and capacity {plan.capacity} must be positive, pad_multiple "
+            f"{plan.pad_multiple} positive and even"
+        )
+    for name in ("lengths", "ring_start", "ring_size", "offload"):
+        shape = getattr(plan, name).shape
+        if shape != (plan.lengths.size,):
+            raise PlanError(f"columns: {name} has shape {list(shape)}, the batch has {plan.lengths.size} sequences")
+    _check_offsets("rank_offsets", plan.rank_offsets, plan.num_ranks, plan.microbatch_offsets.size - 1)
+    _check_offsets("microbatch_offsets", plan.microbatch_offsets, None, plan.piece_sequence.size)
+    if plan.piece_sequence.ndim != 1:
+        raise PlanError(f"columns: piece_sequence has shape {list(plan.piece_sequence.shape)}, must be flat")
+    wrong = np.flatnonzero((plan.piece_sequence < 0) | (plan.piece_sequence >= plan.lengths.size))
+    if wrong.size:
+        raise PlanError(
+            f"columns: piece {wrong[0]} is of sequence {plan.piece_sequence[wrong[0]]}, the batch has sequences 0 to "
+            f"{plan.lengths.size - 1}"
+        )
+
+
+def _check_offsets(name: str, offsets: IntArray, num: int | None, total: int) -> None:
+    """Offsets start at 0, never fall and end at the size of what they cut."""
+    if offsets.ndim != 1 or offsets.size < 1 or (num is not None and offsets.size != num + 1):
+        raise PlanError(f"columns: {name} has shape {list(offsets.shape)}, must be [{'?' if num is None else num + 1}]")
+    if offsets[0] != 0 or offsets[-1] != total or np.any(np.diff(offsets) < 0):
+        raise PlanError(
+            f"columns: {name} must rise from 0 to {total}; it starts at {offsets[0]} and ends at {offsets[-1]}"
+            + (", and falls in between" if np.any(np.diff(offsets) < 0) else "")
+        )
+
+
+def _check_rings(plan: Plan) -> None:
+    """Rings are intervals inside the pool, sequences have tokens, offload is a fraction."""
+    wrong = np.flatnonzero(plan.lengths < 1)
+    if wrong.size:
+        raise PlanError(f"length: sequence {wrong[0]} has {plan.lengths[wrong[0]]} tokens, must have at least 1")
+    wrong = np.flatnonzero(
+        (plan.ring_size < 1)
+        | (plan.ring_size > plan.num_ranks)
+        | (plan.ring_start < 0)
+        | (plan.ring_start > plan.num_ranks - plan.ring_size)
+    )
+    if wrong.size:
+        s = wrong[0]
+        raise PlanError(
+            f"ring: sequence {s} has the ring of {plan.ring_size[s]} ranks from rank {plan.ring_start[s]}, which is no "
+            f"interval inside the pool of ranks 0 to {plan.num_ranks - 1}"
+        )
+    wrong = np.flatnonzero(~((plan.offload >= 0) & (plan.offload <= 1)))  # a NaN is wrong too
+    if wrong.size:
+        raise PlanError(f"offload: sequence {wrong[0]} has offload {plan.offload[wrong[0]]}, must be in 0 .. 1")
+
+
+def _check_pieces(plan: Plan, rank: IntArray) -> None:
+    """A sequence has exactly one piece on each rank of its ring, and none elsewhere."""
+    sequence = plan.piece_sequence
+    offset = rank - plan.ring_start[sequence]
+    wrong = np.flatnonzero((offset < 0) | (offset >= plan.ring_size[sequence]))
+    if wrong.size:
+        s = sequence[wrong[0]]
+        raise PlanError(
+            f"pieces: rank {rank[wrong[0]]} has a piece of sequence {s}, whose ring is ranks {plan.ring_start[s]} to "
+            f"{plan.ring_start[s] + plan.ring_size[s] - 1}"
+        )
+    first = np.cumsum(plan.ring_size) - plan.ring_size
+    times = np.bincount(first[sequence] + offset, minlength=int(plan.ring_size.sum()))
+    wrong = np.flatnonzero(times != 1)
+    if wrong.size:
+        s = int(np.searchsorted(first, wrong[0], side="right")) - 1
+        raise PlanError(
+            f"pieces: rank {plan.ring_start[s] + wrong[0] - first[s]} has {times[wrong[0]]} pieces of sequence {s}, "
+            "must have exactly 1"
+        )
+
+
+def _check_order_inside(plan: Plan, microbatch: IntArray, rank_of: IntArray) -> None:
+    """Ascending sequences inside a micro-batch, so that rings meet in one global order."""
+    falls = (np.diff(plan.piece_sequence) <= 0) & (np.diff(microbatch) == 0)
+    wrong = np.flatnonzero(falls)
+    if wrong.size:
+        i = wrong[0]
+        where = _where(plan, int(microbatch[i]), rank_of)
+        raise PlanError(
+            f"order: {where} has sequence {plan.piece_sequence[i]} before sequence {plan.piece_sequence[i + 1]}, "
+            "must be ascending"
+        )
+
+
+def _check_capacity(plan: Plan, microbatch: IntArray, rank_of: IntArray) -> None:
+    """No micro-batch holds more than the capacity, counted after offload."""
+    held = np.zeros(rank_of.size, dtype=np.int64)
+    np.add.at(held, microbatch, held_tokens(2 * plan.chunk_tokens, plan.offload)[plan.piece_sequence])
+    wrong = np.flatnonzero(held > plan.capacity)
+    if wrong.size:
+        where = _where(plan, int(wrong[0]), rank_of)
+        raise PlanError(f"capacity: {where} holds {held[wrong[0]]} tokens, capacity is {plan.capacity}")
+
+
+def _check_peers(plan: Plan) -> None:
+    """No rank exchanges data with more than four others: each costs buffers for the whole run."""
+    number = peers(plan)
+    worst = int(np.argmax(number))
+    if number[worst] > MAX_PEERS:
+        raise PlanError(f"peers: rank {worst} exchanges data with {number[worst]} ranks, at most {MAX_PEERS} may be")
+
+
+def _check_counts(plan: Plan, stages: int, virtual_stages: int, expert_group: int) -> None:
+    """Micro-batch counts: at least one each, and equal where the model needs it."""
+    counts = plan.microbatch_counts
+    if counts.min() < 1:
+        raise PlanError(f"counts: rank {int(np.argmin(counts))} has no micro-batch, must have at least 1")
+    if stages > 1 and counts.min() != counts.max():
+        raise PlanError(
+            f"counts: rank {int(np.argmin(counts))} has {counts.min()} micro-batches and rank {int(np.argmax(counts))} "
+            f"has {counts.max()}, must be equal with {stages} pipeline stages"
+        )
+    if virtual_stages > 1 and counts[0] % stages:
+        raise PlanError(
+            f"counts: ranks have {counts[0]} micro-batches, the interleaved schedule needs a multiple of the {stages} "
+            "pipeline stages"
+        )
+    if expert_group < 1 or plan.num_ranks % expert_group:
+        raise PlanError(f"counts: expert groups of {expert_group} ranks do not divide the pool of {plan.num_ranks}")
+    groups = counts.reshape(-1, expert_group)
+    wrong = np.flatnonzero(groups.min(axis=1) != groups.max(axis=1))
+    if wrong.size:
+        raise PlanError(
+            f"counts: ranks {wrong[0] * expert_group} to {(wrong[0] + 1) * expert_group - 1} share experts and have "
+            f"{groups[wrong[0]].tolist()} micro-batches, must be equal"
+        )
+
+
+def _check_same_slots(plan: Plan, slot: IntArray, rank: IntArray) -> None:
+    """A ring has the same slot on all its ranks."""
+    slot_of = np.full(plan.lengths.size, -1, dtype=np.int64)
+    slot_of[plan.piece_sequence] = slot
+    wrong = np.flatnonzero(slot != slot_of[plan.piece_sequence])
+    if wrong.size:
+        i = wrong[0]
+        s = plan.piece_sequence[i]
+        raise PlanError(
+            f"slots: sequence {s} is in slot {slot[i]} of rank {rank[i]} and in slot {slot_of[s]} of another, must be "
+            "the same with pipeline stages"
+        )
+
+
+def _where(plan: Plan, microbatch: int, rank_of: IntArray) -> str:
+    rank = int(rank_of[microbatch])
+    return f"rank {rank}, slot {microbatch - int(plan.rank_offsets[rank])}"

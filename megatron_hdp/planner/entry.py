@@ -1,0 +1,129 @@
+"""The planner's front door: refuse what cannot work with numbers and a remedy, plan, check."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hdp.errors import ConfigError, PlanError
+from megatron_hdp.planner.baselines import plan_static
+from megatron_hdp.planner.check import check
+from megatron_hdp.planner.dp import plan_dp
+from megatron_hdp.planner.layout import Batch
+from megatron_hdp.planner.load import piece_cost
+from megatron_hdp.planner.pp import plan_pp
+from megatron_hdp.types import IntArray, Plan, chunk_tokens
+
+ALGORITHMS = ("hdp", "static")
+BALANCES = ("dp", "pp")
+MAX_BATCH_TOKENS = 2**31 - 1
+"""Megatron counts the tokens of a step in int32."""
+
+
+def plan(
+    lengths: Sequence[int] | IntArray,
+    num_ranks: int,
+    tokens_per_rank: int,
+    *,
+    algorithm: str = "hdp",
+    balance: str = "dp",
+    pad_multiple: int = 2,
+    stages: int = 1,
+    virtual_stages: int = 1,
+) -> Plan:
+    """Who runs what for one global batch. A pure function of its arguments: the same bytes on every rank.
+
+    Args:
+        lengths: tokens of every sequence, shape [num_sequences].
+        num_ranks: ranks of the pool.
+        tokens_per_rank: capacity, tokens that one rank holds in one micro-batch.
+        algorithm: "hdp" gives each sequence the smallest ring that holds it; "static" one ring over the whole pool.
+        balance: "dp" lets counts differ between ranks; "pp" gives equal counts and rings in equal slots, as pipeline
+            schedules need.
+        pad_multiple: pieces are multiples of this: 2, or lcm(2, TP) with sequence parallelism.
+        stages: pipeline stages.
+        virtual_stages: model parts per stage; with more than one, counts are a multiple of ``stages``.
+
+    Raises:
+        ConfigError: a setting, or a combination of settings, cannot work.
+        PlanError: the batch cannot be planned with these settings.
+    """
+    _refuse_settings(num_ranks, tokens_per_rank, algorithm, balance, pad_multiple, stages, virtual_stages)
+    array = _refuse_batch(lengths, num_ranks, tokens_per_rank, pad_multiple)
+    count_multiple = stages if virtual_stages > 1 else 1
+    if algorithm == "static":
+        result = plan_static(array, num_ranks, tokens_per_rank, pad_multiple, count_multiple=count_multiple)
+    else:
+        ring_size = -(-array // tokens_per_rank)
+        piece_tokens = 2 * chunk_tokens(array, ring_size, pad_multiple)
+        cost = piece_cost(array, piece_tokens)
+        batch = Batch(num_ranks, tokens_per_rank, pad_multiple, array, ring_size, piece_tokens, cost)
+        result = plan_dp(batch) if balance == "dp" else plan_pp(batch, count_multiple)
+    check(result, stages=stages, virtual_stages=virtual_stages)
+    return result
+
+
+def _refuse_settings(
+    num_ranks: int, capacity: int, algorithm: str, balance: str, pad_multiple: int, stages: int, virtual_stages: int
+) -> None:
+    """Settings that no batch could be planned with."""
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"--hdp-algorithm is {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
+    if balance not in BALANCES:
+        raise ConfigError(f"--hdp-balance is {balance!r}: choose one of {', '.join(BALANCES)}")
+    if num_ranks < 1:
+        raise ConfigError(f"the pool has {num_ranks} ranks: it must have at least 1")
+    if pad_multiple < 2 or pad_multiple % 2:
+        raise ConfigError(
+            f"pad_multiple is {pad_multiple}: a piece is two equal chunks, so it must be even; use 2, or "
+            "lcm(2, tensor-parallel size) with sequence parallelism"
+        )
+    if capacity < 1:
+        raise ConfigError(f"--hdp-tokens-per-rank is {capacity}: it must be positive, a multiple of {pad_multiple}")
+    if capacity % pad_multiple:
+        below = capacity // pad_multiple * pad_multiple
+        good = " or ".join(str(value) for value in (below, below + pad_multiple) if value)
+        raise ConfigError(
+            f"--hdp-tokens-per-rank is {capacity}: pieces are multiples of {pad_multiple} tokens (two zigzag chunks"
+            f"{', each cut over the tensor-parallel ranks' if pad_multiple > 2 else ''}), so use {good}"
+        )
+    if stages < 1 or virtual_stages < 1:
+        raise ConfigError(f"stages is {stages} and virtual_stages {virtual_stages}: both must be at least 1")
+    if virtual_stages > 1 and stages == 1:
+        raise ConfigError(f"virtual_stages is {virtual_stages} with one pipeline stage: interleaving needs two or more")
+    if stages > 1 and balance != "pp":
+        raise ConfigError(f"--hdp-balance {balance} with {stages} pipeline stages: rings would not meet; use pp")
+
+
+def _refuse_batch(lengths: Sequence[int] | IntArray, num_ranks: int, capacity: int, pad_multiple: int) -> IntArray:
+    """The lengths as int64 [num_sequences], or an error for a batch that cannot be planned."""
+    array = np.asarray(lengths)
+    if array.size == 0:
+        raise PlanError(
+            "the batch is empty: a step needs at least one sequence; raise --global-batch-size or --hdp-batch-tokens"
+        )
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise PlanError(
+            f"lengths must be a flat list of whole numbers below 2^63, got shape {list(array.shape)} of {array.dtype}"
+        )
+    array = array.astype(np.int64)
+    wrong = np.flatnonzero(array < 1)
+    if wrong.size:
+        raise PlanError(
+            f"sequence {wrong[0]} has {array[wrong[0]]} tokens: drop empty sequences from the data ({wrong.size} in "
+            "this batch)"
+        )
+    longest = int(np.argmax(array))
+    length = int(array[longest])
+    if length > num_ranks * capacity:
+        raise PlanError(
+            f"sequence {longest} has {length} tokens and needs {-(-length // capacity)} ranks of {capacity} tokens, "
+            f"the pool has {num_ranks} and holds {num_ranks * capacity}: raise --hdp-tokens-per-rank to "
+            f"{-(-length // (num_ranks * pad_multiple)) * pad_multiple} or more, lower --seq-length to {num_ranks * capacity}, or use more ranks"
+        )
+    total = int(array.sum())
+    if total > MAX_BATCH_TOKENS:
+        raise PlanError(
+            f"the batch has {total} tokens, Megatron counts a step's tokens in int32, at most {MAX_BATCH_TOKENS}: "
+            "lower --global-batch-size or --hdp-batch-tokens"
+        )
+    return array
