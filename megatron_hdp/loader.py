@@ -111,6 +111,6 @@ class StepLoader:
         largest = int(max(arrays.tokens.max(), arrays.labels.max()))
         if largest >= self._options.vocab_size:
             raise DataError(
-                f"the data holds token id {largest}, but the model's vocabulary has {self._options.vocab_size} entries: "
-                "was the corpus made with another tokenizer?"
+                f"the data holds token id {largest}, but the model's vocabulary has {self._options.vocab_size} "
+                "entries: was the corpus made with another tokenizer?"
             )

@@ -60,8 +60,8 @@ def agree_on_plan(digest: bytes, step: int, control: "dist.ProcessGroup") -> Non
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=control)
     if int(bounds[0]) != -int(bounds[1]):
         raise PlanError(
-            f"step {step}: the ranks do not hold the same plan (this rank has {digest.hex()[:14]}); do all of them read "
-            "the same data files, flags and version of megatron_hdp?"
+            f"step {step}: the ranks do not hold the same plan (this rank has {digest.hex()[:14]}); do all of them "
+            "read the same data files, flags and version of megatron_hdp?"
         )
 
 

@@ -1,6 +1,7 @@
 """Seams "pretrain", "data", "schedule", "log" and "scheduler": pass-through wrappers around Megatron's own loop.
 
-Each wrapper looks at the run that `wrap_pretrain` opened; without one (no --hdp) it calls the original and nothing else.
+Each wrapper looks at the run that `wrap_pretrain` opened; without one (no --hdp) it calls the original and does
+nothing else.
 """
 
 import functools
@@ -29,7 +30,8 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(model_config, "transformer_layer_spec"):
             raise ConfigError(
                 "--hdp builds the model from megatron.training's GPTModelConfig: pass "
-                "pretrain_cfg_container_from_args(args, gpt_config_from_args(args)) to pretrain() instead of a model_provider"
+                "pretrain_cfg_container_from_args(args, gpt_config_from_args(args)) to pretrain(), "
+                "not a model_provider"
             )
         if not getattr(get_args(), "hdp_validated", False):
             raise SeamError("--hdp was parsed but never checked: parse arguments with parse_and_validate_args()")
@@ -70,7 +72,7 @@ def _run_schedule(run: HdpRun, schedule: Callable[..., Any], **kwargs: Any) -> A
     """Draw one step from the iterator and run all of it through ``schedule``."""
     iterator = kwargs["data_iterator"]
     if isinstance(iterator, list):  # one per model chunk of an interleaved pipeline, all with the same step
-        bundle = [next(each) for each in iterator][0]
+        bundle = [next(each) for each in iterator][-1]
         micro_batches: Any = [iter(bundle.micro_batches) for _ in iterator]
     else:
         bundle = next(iterator)
