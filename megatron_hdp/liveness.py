@@ -363,7 +363,7 @@ class _Watcher:
 
     def _say(self, message: dict[str, Any]) -> None:
         for link in list(self._links):
-            if link.greeted:
+            if link.greeted or link.dialled:  # a dialled rank trusts us from our hello on, before we hear from it
                 self._send(link, message)
 
     @staticmethod

@@ -48,13 +48,13 @@ class StepRecord:
     def scalars(self) -> dict[str, float]:
         """The hdp/* values of the log line and of TensorBoard."""
         summary = self.summary
-        rings = summary.ring_histogram
+        rings = summary.ring_sizes
         return {
             "hdp/tokens": float(summary.tokens),
             "hdp/sequences": float(summary.sequences),
             "hdp/max-ring": float(max(rings)),
             "hdp/mean-ring": sum(size * count for size, count in rings.items()) / summary.sequences,
-            "hdp/max-micro-batches": float(summary.max_micro_batches),
+            "hdp/max-micro-batches": float(summary.microbatches_max),
             "hdp/imbalance": summary.imbalance,
             "hdp/padding": summary.padding_fraction,
             "hdp/sent-MiB": self.bytes_sent / 2**20,
@@ -89,11 +89,12 @@ class StepLog:
             "sequences": summary.sequences,
             "tokens": summary.tokens,
             "padding_tokens": summary.padding_tokens,
-            "ring_sizes": {str(size): count for size, count in sorted(summary.ring_histogram.items())},
-            "micro_batches_min": summary.min_micro_batches,
-            "micro_batches_max": summary.max_micro_batches,
+            "ring_sizes": {str(size): count for size, count in sorted(summary.ring_sizes.items())},
+            "micro_batches_min": summary.microbatches_min,
+            "micro_batches_max": summary.microbatches_max,
             "imbalance": summary.imbalance,
-            "max_peers": summary.max_peers,
+            "span_over_mean": summary.span_over_mean,
+            "peers_max": summary.peers_max,
             "bytes_sent": record.bytes_sent,
             "plan_seconds": record.plan_seconds,
             "read_seconds": record.read_seconds,

@@ -115,10 +115,11 @@ def _refuse_batch(lengths: Sequence[int] | IntArray, num_ranks: int, capacity: i
     longest = int(np.argmax(array))
     length = int(array[longest])
     if length > num_ranks * capacity:
+        enough = -(-length // (num_ranks * pad_multiple)) * pad_multiple
         raise PlanError(
             f"sequence {longest} has {length} tokens and needs {-(-length // capacity)} ranks of {capacity} tokens, "
-            f"the pool has {num_ranks} and holds {num_ranks * capacity}: raise --hdp-tokens-per-rank to "
-            f"{-(-length // (num_ranks * pad_multiple)) * pad_multiple} or more, lower --seq-length to {num_ranks * capacity}, or use more ranks"
+            f"the pool has {num_ranks} and holds {num_ranks * capacity}: raise --hdp-tokens-per-rank to {enough} or "
+            f"more, lower --seq-length to {num_ranks * capacity}, or use more ranks"
         )
     total = int(array.sum())
     if total > MAX_BATCH_TOKENS:

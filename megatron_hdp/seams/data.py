@@ -56,7 +56,7 @@ def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
         prefixes,
         weights,
         context=args.seq_length,
-        # each split has its own stream: the same seed would make no difference, but is no reason to share it
+        # each split has its own stream
         seed=args.seed + index,
         size=size,
         shares=shares,

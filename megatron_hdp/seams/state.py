@@ -17,7 +17,13 @@ from megatron_hdp.errors import SeamError
 from megatron_hdp.loader import StepBundle, StepLoader
 from megatron_hdp.metrics import RingTraffic, StepLog, StepRecord, record_step
 from megatron_hdp.pool import Pool, Service, agree_on_plan, make_pool
-from megatron_hdp.seams.data import StepIterator, corpus_from_args, loader_options, planner_from_args
+from megatron_hdp.seams.data import (
+    StepIterator,
+    check_longest,
+    corpus_from_args,
+    loader_options,
+    planner_from_args,
+)
 from megatron_hdp.seams.flags import config_from_args, log
 from megatron_hdp.seams.spec import HdpCoreAttention, bind_model, hdp_layer_spec
 
@@ -125,6 +131,7 @@ class HdpRun:
             log(self.args, f"no documents in the {split} split: skipped")
             return None
         pool = self.pool
+        check_longest(corpus, pool.size, self.config.tokens_per_rank or 0)
         return StepLoader(
             corpus,
             planner_from_args(self.args, self.config, pool.size),
