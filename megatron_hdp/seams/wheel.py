@@ -1,0 +1,87 @@
+"""What the PyPI wheel of Megatron lacks beside a source tree, a compiler, Transformer Engine or Apex. For GPU and CPU runs.
+
+* The wheel carries the dataset helpers compiled and no Makefile, but the set-up step runs make.
+* With torch's own AdamW, `DistributedOptimizer` cannot load a checkpoint: it asks a fresh optimizer for its step, and
+  then gives all parameters one and the same step tensor, which torch increments once per parameter.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.optimizer import distrib_optimizer
+
+_MARK = "__megatron_hdp_wheel__"
+
+
+def apply() -> None:
+    """Put the three replacements in place; a second call does nothing."""
+    if hasattr(dataset_utils.compile_helpers, _MARK):
+        return
+    dataset_utils.compile_helpers = _compile_helpers(dataset_utils.compile_helpers)
+    setattr(dataset_utils.compile_helpers, _MARK, True)
+    if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
+        optimizer = distrib_optimizer.DistributedOptimizer
+        optimizer.state_dict = _state_dict(optimizer.state_dict)
+        optimizer.load_state_dict = _load_state_dict(optimizer.load_state_dict)
+
+
+def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+class _Inner:
+    """The wrapped torch optimizer, answering for its state although it has none yet.
+
+    Only 'step' is read from the state by `DistributedOptimizer.state_dict`; the rest of it is dropped there.
+    """
+
+    def __init__(self, optimizer: Any, step: float) -> None:
+        self._optimizer = optimizer
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict with the one entry that is asked for."""
+        state: dict[str, Any] = dict(self._optimizer.state_dict())
+        state["state"] = {0: {"step": torch.tensor(self._step)}}
+        return state
+
+
+def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer that has not stepped (a resume asks it what to load), or owns no parameters, is at its groups' step."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        inner = self.optimizer
+        if any("step" in state for state in inner.state.values()):
+            return original(self)
+        step = max((float(group.get("step") or 0.0) for group in inner.param_groups), default=0.0)
+        self.optimizer = _Inner(inner, step)
+        try:
+            return original(self)
+        finally:
+            self.optimizer = inner
+
+    return state_dict
+
+
+def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """After loading, every parameter counts its own steps again."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        result = original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return result
+
+    return load_state_dict
