@@ -78,7 +78,7 @@ class Stream:
         if found is None:
             # the older generator on purpose: numpy promises that its streams never change
             generator = np.random.RandomState([*self._key, epoch])
-            order = np.arange(self.table.size, dtype=_smallest_type(self.table.size))
+            order: npt.NDArray[np.integer] = np.arange(self.table.size, dtype=_smallest_type(self.table.size))
             generator.shuffle(order)
             lengths = self.table.lengths[order]
             starts = np.cumsum(lengths, dtype=np.int64)
