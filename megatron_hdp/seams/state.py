@@ -12,7 +12,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_hdp import cpu, liveness
-from megatron_hdp.attention.kernels import BlockKernel, pick_kernel
+from megatron_hdp.attention.kernels import BlockKernel, named_kernel, pick_kernel
 from megatron_hdp.errors import SeamError
 from megatron_hdp.loader import StepBundle, StepLoader
 from megatron_hdp.metrics import RingTraffic, StepLog, StepRecord, record_step
@@ -89,7 +89,8 @@ class HdpRun:
 
     def _kernel(self) -> BlockKernel:
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", torch.cuda.current_device())
-        return pick_kernel(device, self.args.params_dtype, self.args.kv_channels, name=self.config.kernel)
+        name = self.config.kernel
+        return pick_kernel(device, self.args.params_dtype, self.args.kv_channels) if name == "auto" else named_kernel(name)
 
     @property
     def pool(self) -> Pool:
