@@ -112,6 +112,7 @@ def test_one_document_is_cut_at_the_context(length, expected):
     assert begin.tolist() == [8 * i for i in range(len(expected))] + [0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 20), st.data())
 def test_table_is_the_dull_list(lengths, context, data):
     first = data.draw(st.integers(0, len(lengths)))
@@ -275,7 +276,7 @@ def test_a_million_documents():
     batch = corpus.batch(1_000_000)  # thousands of epochs in
     seconds = time.perf_counter() - start
     assert abs(int(batch.lengths.sum()) - 4_000_000) <= 8192
-    assert seconds < 5  # about 0.4 s on an idle core
+    assert seconds < 5  # about 0.1 s on an idle core
     start = time.perf_counter()
     for step in range(1_000_001, 1_000_021):
         corpus.batch(step)
