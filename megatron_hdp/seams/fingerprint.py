@@ -23,7 +23,7 @@ from megatron_hdp.seams.locate import Definition, Located, find_definition, mega
 from megatron_hdp.seams.table import Table, default_table
 
 _IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores"}
-_SPECIAL_METHODS = {"__init__", "__call__", "__iter__", "__next__"}
+_SPECIAL_METHODS = {"__init__", "__new__", "__call__", "__iter__", "__next__"}
 
 
 @dataclass(frozen=True)

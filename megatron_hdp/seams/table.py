@@ -1,4 +1,8 @@
-"""Every place where this package touches Megatron, why, and since when. Nothing else assigns into `megatron.*`."""
+"""Every place where this package touches Megatron, why, and since when.
+
+Outside this table only two files assign into `megatron.*`: `wheel`, which fills what the PyPI wheel lacks, and `cpu`,
+which is used by CPU ranks only. What they replace is listed here as contracts, so that a change is noticed.
+"""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -156,6 +160,17 @@ CONTRACTS = (
     Contract(f"{_TRAINING}:setup_model_and_optimizer", "looks up the scheduler seam"),
     Contract("megatron.training.arguments:parse_and_validate_args", "looks up the validate seam"),
     Contract("megatron.training.arguments:parse_args", "looks up the flags seam"),
+    Contract(
+        "megatron.core.datasets.utils:compile_helpers", "skipped where the wheel already carries the compiled helpers"
+    ),
+    Contract(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        "its state is completed so that a checkpoint loads with torch's own AdamW",
+    ),
+    Contract("megatron.training.initialize:set_jit_fusion_options", "replaced on CPU ranks: it warms up GPU kernels"),
+    Contract(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm", "made to accept sequence parallelism on CPU ranks"
+    ),
 )
 
 
