@@ -2,7 +2,8 @@
 
 * The wheel carries the dataset helpers compiled and no Makefile, but the set-up step runs make.
 * With torch's own AdamW, `DistributedOptimizer` cannot load a checkpoint: it asks a fresh optimizer for its step, and
-  then gives all parameters one and the same step tensor, which torch increments once per parameter.
+  then gives all parameters one and the same step tensor (which torch increments once per parameter), and that of the
+  fresh optimizer. With fp32 parameters it loads in place without switching gradients off.
 """
 
 import functools
@@ -18,15 +19,19 @@ _MARK = "__megatron_hdp_wheel__"
 
 
 def apply() -> None:
-    """Put the three replacements in place; a second call does nothing."""
+    """Put the replacements in place; a second call does nothing."""
     if hasattr(dataset_utils.compile_helpers, _MARK):
         return
     dataset_utils.compile_helpers = _compile_helpers(dataset_utils.compile_helpers)
     setattr(dataset_utils.compile_helpers, _MARK, True)
+    optimizer = distrib_optimizer.DistributedOptimizer
     if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
-        optimizer = distrib_optimizer.DistributedOptimizer
         optimizer.state_dict = _state_dict(optimizer.state_dict)
         optimizer.load_state_dict = _load_state_dict(optimizer.load_state_dict)
+    # with fp32 parameters the shards to load into are views of leaves that require gradients
+    optimizer.load_parameter_state_from_dp_reshardable = torch.no_grad()(
+        optimizer.load_parameter_state_from_dp_reshardable
+    )
 
 
 def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
@@ -74,14 +79,16 @@ def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After loading, every parameter counts its own steps again."""
+    """After loading, every parameter counts its own steps, from the checkpoint's number."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         result = original(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if "step" in state and "step" in group:
+                    state["step"] = torch.tensor(float(group["step"]))
         return result
 
     return load_state_dict
