@@ -13,6 +13,10 @@ class DataError(HdpError, ValueError):
     """A data file is missing, damaged, empty, or holds what the run cannot train on."""
 
 
+class EmptySplitError(DataError):
+    """A split of the data has no documents."""
+
+
 class PlanError(HdpError, ValueError):
     """A batch cannot be planned, or a plan breaks an invariant."""
 

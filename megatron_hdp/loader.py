@@ -91,12 +91,14 @@ class StepLoader:
         planned = time.perf_counter()
         self._agree(plan.digest(), step)
         agreed = time.perf_counter()
-        micro_batches = tuple(self._read(batch, micro_batch) for micro_batch in plan.micro_batches(self._options.rank))
+        micro_batches = tuple(
+            self._read(batch, plan, micro_batch) for micro_batch in plan.micro_batches(self._options.rank)
+        )
         return StepBundle(step, plan, micro_batches, planned - start, time.perf_counter() - agreed)
 
-    def _read(self, batch: Batch, micro_batch: MicroBatch) -> MicroBatchTensors:
+    def _read(self, batch: Batch, plan: Plan, micro_batch: MicroBatch) -> MicroBatchTensors:
         options = self._options
-        arrays = piece_arrays(self.corpus, batch, micro_batch, eod=options.eod)
+        arrays = piece_arrays(self.corpus, batch, micro_batch, eod=options.eod, pad_multiple=plan.pad_multiple)
         self._check_vocabulary(arrays)
         return MicroBatchTensors(
             micro_batch,

@@ -72,7 +72,12 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     """Split sizes may come as tensors: what a GPU run copies to the host 'is' on the host already."""
 
     def all_to_all_single(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), *args, **kwargs)
 

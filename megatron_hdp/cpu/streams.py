@@ -56,7 +56,9 @@ class ExternalStream(Stream):
 class Event:
     """Stands for torch.cuda.Event; keeps host time."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kw: Any) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kw: Any
+    ) -> None:
         self._seconds: float | None = None
 
     def record(self, stream: Any = None) -> None:

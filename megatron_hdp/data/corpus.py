@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatron_hdp.data.blend import SequenceCount, TokenBudget, whole_weights
 from megatron_hdp.data.indexed import IndexedFile
 from megatron_hdp.data.stream import SequenceTable, Stream, cut_documents
-from megatron_hdp.errors import ConfigError, DataError
+from megatron_hdp.errors import ConfigError, DataError, EmptySplitError
 from megatron_hdp.types import IntArray
 
 __all__ = ["Batch", "Corpus", "Documents", "SequenceCount", "TokenBudget", "document_range", "open_corpus"]
@@ -196,8 +196,8 @@ def open_corpus(
     """The corpus of one split from .bin/.idx files.
 
     ``shares`` are the normalised parts of --split and ``split_index`` says which one this is (0 train, 1 valid,
-    2 test); without shares every document counts, as for --train-data-path. Raises `DataError` for damaged files and
-    an empty split, `ConfigError` for options that cannot work.
+    2 test); without shares every document counts, as for --train-data-path. Raises `DataError` for damaged files,
+    `EmptySplitError` for an empty split, `ConfigError` for options that cannot work.
     """
     if not prefixes:
         raise ConfigError("--data-path names no dataset")
@@ -206,7 +206,7 @@ def open_corpus(
         (0, f.lengths.size) if shares is None else document_range(f.lengths.size, shares, split_index) for f in files
     ]
     if shares is not None and all(first == last for first, last in ranges):
-        raise DataError(
+        raise EmptySplitError(
             f"the {SPLITS[split_index]} split is empty: {_names(files, ranges)}, share {shares[split_index]:.4g} of "
             "--split: give it a larger share, or --eval-iters 0 where it is not needed"
         )

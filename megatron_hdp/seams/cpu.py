@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import arguments, initialize, training
 
@@ -32,6 +33,7 @@ def apply() -> None:
     for module in (initialize, training):
         module.set_jit_fusion_options = _set_jit_fusion_options
     WrappedTorchNorm.__new__ = _new_norm(WrappedTorchNorm.__new__)
+    layers.reduce_from_tensor_model_parallel_region = _reduce(layers.reduce_from_tensor_model_parallel_region)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_cpu_rng)
 
 
@@ -126,14 +128,12 @@ def adjust_args(args: Any) -> list[str]:
     Returns:
         One line for people per change.
     """
-    lines = []
-    if getattr(args, "use_precision_aware_optimizer", False):
-        lines += [_set(args, Flag(name, _fp32_like(args, name), _NO_TE)) for name in _FP32_STATES]
+    flags = list(FLAGS)
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":
-        lines.append(_set(args, Flag("moe_token_dispatcher_type", "alltoall", "DeepEP and HybridEP need GPUs")))
-    lines += [_set(args, flag) for flag in FLAGS if flag.name != "use_precision_aware_optimizer"]
-    lines.append(_set(args, next(flag for flag in FLAGS if flag.name == "use_precision_aware_optimizer")))
-    return [line for line in lines if line is not None]
+        flags.append(Flag("moe_token_dispatcher_type", "alltoall", "DeepEP and HybridEP need GPUs"))
+    if getattr(args, "use_precision_aware_optimizer", False):
+        flags += [Flag(name, _fp32_like(args, name), _NO_TE) for name in _FP32_STATES]
+    return [line for flag in flags if (line := _set(args, flag)) is not None]
 
 
 def _fp32_like(args: Any, name: str) -> Any:
@@ -191,6 +191,18 @@ def _new_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         return norm
 
     return new
+
+
+def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without tensor parallelism the sum over ranks is its input. Megatron's autograd function returns a view of it,
+    which local experts with a bias may not change in place, as they do.
+    """
+
+    @functools.wraps(original)
+    def reduce(input_: torch.Tensor, group: Any = None) -> Any:
+        return input_ if group is not None and group.size() == 1 else original(input_, group=group)
+
+    return reduce
 
 
 def _not_about_cpu_rng(record: logging.LogRecord) -> bool:

@@ -13,7 +13,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_hdp import cpu, liveness
 from megatron_hdp.attention.kernels import BlockKernel, named_kernel, pick_kernel
-from megatron_hdp.errors import SeamError
+from megatron_hdp.errors import EmptySplitError, SeamError
 from megatron_hdp.loader import StepBundle, StepLoader
 from megatron_hdp.metrics import RingTraffic, StepLog, StepRecord, record_step
 from megatron_hdp.pool import Pool, Service, agree_on_plan, make_pool
@@ -90,7 +90,9 @@ class HdpRun:
     def _kernel(self) -> BlockKernel:
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", torch.cuda.current_device())
         name = self.config.kernel
-        return pick_kernel(device, self.args.params_dtype, self.args.kv_channels) if name == "auto" else named_kernel(name)
+        return (
+            pick_kernel(device, self.args.params_dtype, self.args.kv_channels) if name == "auto" else named_kernel(name)
+        )
 
     @property
     def pool(self) -> Pool:
@@ -127,7 +129,12 @@ class HdpRun:
         return None if loader is None else RerunDataIterator(StepIterator(loader, step))
 
     def _loader(self, split: str) -> StepLoader | None:
-        corpus = corpus_from_args(self.args, self.config, split)
+        try:
+            corpus = corpus_from_args(self.args, self.config, split)
+        except EmptySplitError:
+            if split == "train":
+                raise
+            corpus = None  # small corpora often have no document for 1 % of the documents
         if corpus is None:
             log(self.args, f"no documents in the {split} split: skipped")
             return None

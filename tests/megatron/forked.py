@@ -39,7 +39,9 @@ class Outcome:
     def check(self) -> "Outcome":
         """Fail with the end of each failed rank's output unless all ranks ended with 0."""
         if any(code != 0 for code in self.codes):
-            parts = [f"--- rank {r}: exit code {c}\n{o[-3000:]}" for r, (c, o) in enumerate(zip(self.codes, self.outputs))]
+            parts = [
+                f"--- rank {r}: exit code {c}\n{o[-3000:]}" for r, (c, o) in enumerate(zip(self.codes, self.outputs))
+            ]
             raise AssertionError("\n".join(parts))
         return self
 

@@ -10,14 +10,16 @@ import torch
 def record(folder: str | Path) -> None:
     """From now on, write ``steps.json`` (last rank) and ``weights.pt`` (rank 0) of the run into ``folder``."""
     import megatron.training.training as training
-    from megatron.training.utils import unwrap_model
+    from megatron.core.utils import unwrap_model
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     steps: list[dict] = []
-    log, setup, evaluate = training.training_log, training.setup_model_and_optimizer, training.evaluate
+    log, loop, evaluate = training.training_log, training.train, training.evaluate
 
-    def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *a, **k):
+    def training_log(
+        loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *a, **k
+    ):
         if loss_dict:
             lr = None if learning_rate is None else float(learning_rate)
             line = {"iteration": iteration, "lr": lr, "grad_norm": float(grad_norm)}
@@ -33,23 +35,18 @@ def record(folder: str | Path) -> None:
                 file.write(json.dumps({key: float(value) for key, value in result[0].items()}) + "\n")
         return result
 
-    def setup_model_and_optimizer(*args, **kwargs):
-        result = setup(*args, **kwargs)
-        import atexit
-
-        model = unwrap_model(result[0])
-
-        def save() -> None:
+    def recorded_train(forward_step_func, model, *args, **kwargs):
+        try:
+            return loop(forward_step_func, model, *args, **kwargs)
+        finally:
             if int(os.environ.get("RANK", 0)) == 0:
-                weights = {k: v for m in model for k, v in m.state_dict().items() if isinstance(v, torch.Tensor)}
+                parts = unwrap_model(model)
+                weights = {k: v for m in parts for k, v in m.state_dict().items() if isinstance(v, torch.Tensor)}
                 torch.save(weights, folder / "weights.pt")
-
-        atexit.register(save)
-        return result
 
     training.training_log = training_log
     training.evaluate = recorded_evaluate
-    training.setup_model_and_optimizer = setup_model_and_optimizer
+    training.train = recorded_train
 
 
 def read_steps(folder: str | Path) -> list[dict]:
