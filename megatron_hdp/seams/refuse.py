@@ -164,7 +164,9 @@ def _require_tokenizer(args: Any, defaults: Any) -> None:
     for name in _TOKENIZER_FILES:
         path = getattr(args, name, None)
         # a Hugging Face name such as org/model is no path; only what looks like a local file is checked here
-        local = path is not None and (path.startswith((".", "/", "~")) or os.path.splitext(path)[1] != "")
+        if path is None:
+            continue
+        local = path.startswith((".", "/", "~")) or os.path.splitext(path)[1] != ""
         if local and kind != "HuggingFaceTokenizer" and not os.path.exists(os.path.expanduser(path)):
             raise ConfigError(f"--{name.replace('_', '-')} {path}: no such file (for --tokenizer-type {kind})")
     if kind == "NullTokenizer" and args.vocab_size is None:

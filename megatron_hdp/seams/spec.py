@@ -94,7 +94,7 @@ class HdpCoreAttention(MegatronModule):  # type: ignore[misc]
         return out_THD.reshape(out_THD.shape[0], 1, -1)
 
 
-class HdpRotaryEmbedding(torch.nn.Module):
+class HdpRotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
     """The model's rotary embedding, evaluated at each token's own position instead of 0 .. T - 1.
 
     Same arithmetic as Megatron's `RotaryEmbedding` (fp32 outer product), without its cache keyed by length, which
@@ -148,7 +148,7 @@ def hdp_layer_spec(user_spec: Any) -> Callable[..., ModuleSpec]:
 
 def _use_hdp_attention(layer_spec: Any) -> None:
     attention = getattr(getattr(layer_spec, "submodules", None), "self_attention", None)
-    submodules = getattr(attention, "submodules", None)
+    submodules: Any = getattr(attention, "submodules", None)
     if not hasattr(submodules, "core_attention"):
         raise ConfigError(
             "--hdp puts its ring attention in the core_attention slot of SelfAttention, which this layer spec lacks: "

@@ -11,6 +11,7 @@ from megatron_hdp.seams.table import Contract, Seam, Table
 
 type State = Literal["verified", "body changed", "signature changed", "missing", "not recorded"]
 
+ACCEPT_DRIFT = "megatron_hdp.install(allow_drift=True)"
 REGENERATE = "python -m megatron_hdp.seams.fingerprint --write"
 
 
@@ -136,7 +137,7 @@ def refuse(version: str, statuses: Sequence[SeamStatus], allow_drift: bool) -> N
     lines += [f"  {status.complaint()}" for status in wrong]
     advice = "Install a release that was seen (megatron-hdp doctor lists them)"
     if all(status.acceptable(allow_drift=True) for status in wrong):
-        advice += ", or, if you know the change is harmless, pass --hdp-allow-drift"
+        advice += f", or, if you know the change is harmless, call {ACCEPT_DRIFT}"
     elif any(status.state == "body changed" for status in wrong):
-        advice += "; --hdp-allow-drift accepts changed bodies, never missing places or changed signatures"
+        advice += f"; {ACCEPT_DRIFT} accepts changed bodies, never missing places or changed signatures"
     raise SeamError("\n".join([*lines, f"Nothing was applied. {advice}."]))
