@@ -198,7 +198,8 @@ CHANGED_BODY = {"megatron/core/schedules.py": "def choose(pp=None):\n    return 
 def test_changed_body_stops_unless_drift_is_allowed(toy):
     toy(
         """
-        says(refused(), "'schedule'", "expected source ", "if you know the change is harmless, call megatron_hdp.install(allow_drift=True)")
+        says(refused(), "'schedule'", "expected source ",
+             "if you know the change is harmless, call megatron_hdp.install(allow_drift=True)")
         install(True, table=TABLE)
         from megatron.training.training import pretrain
         assert pretrain(1) == ("ours", (("ours", "other"), 1))
