@@ -13,7 +13,13 @@ from pool import RankContext, RankPool
 from torch.utils.checkpoint import checkpoint
 
 from megatron_hdp.attention.comm import RingComm
-from megatron_hdp.attention.kernels import TorchCudaFlashKernel, accumulate_dtype, named_kernel, pick_kernel
+from megatron_hdp.attention.kernels import (
+    TorchCudaFlashKernel,
+    accumulate_dtype,
+    available_kernels,
+    named_kernel,
+    pick_kernel,
+)
 from megatron_hdp.attention.reference import reference_gradients
 from megatron_hdp.attention.ring import hdp_attention
 from megatron_hdp.attention.traffic import ring_bytes
@@ -43,7 +49,8 @@ class How:
     """Ways to call the attention that must not change what comes out."""
 
     kernel: str = ""
-    recompute: bool = False
+    recompute: str = ""
+    """Activation checkpointing: "", "reentrant" (as Megatron's own) or "hooks"."""
     extra_rows: int = 0
 
 
@@ -117,8 +124,10 @@ def run_plan(context: RankContext, plan_json: str, heads: Heads, how: How) -> tu
         def attend(q, k, v, micro_batch=micro_batch):
             return hdp_attention(q, k, v, micro_batch, context.rank, comm, softmax_scale=heads.scale, kernel=kernel)
 
-        out = checkpoint(attend, *inputs, use_reentrant=False) if how.recompute else attend(*inputs)
-        gradients = torch.autograd.grad(out, inputs, dout)
+        recompute = {"use_reentrant": how.recompute == "reentrant"}
+        out = checkpoint(attend, *inputs, **recompute) if how.recompute else attend(*inputs)
+        out.backward(dout)
+        gradients = [tensor.grad for tensor in inputs]
         results.append([tensor.detach().view(torch.uint8).numpy() for tensor in (out, *gradients)])
     return results, comm.bytes_sent, comm.peers
 
@@ -216,7 +225,7 @@ def test_recompute_extra_rows_and_repeats_are_bit_equal(rank_pool):
     """Rows beyond the pieces, a second run, and recomputing the forward in the backward change no bit."""
     heads = Heads()
     (plan,) = random_plans(4, 1, 5)
-    ways = [How(), How(), How(recompute=True), How(extra_rows=3)]
+    ways = [How(), How(), How(recompute="hooks"), How(recompute="reentrant"), How(extra_rows=3)]
     first, *others = ([on_pool(rank_pool, [plan], heads, how)[0]] for how in ways)
     assert errors(plan, first[0], heads).max() < 1e-5
     for other, how in zip(others, ways[1:]):
@@ -226,7 +235,7 @@ def test_recompute_extra_rows_and_repeats_are_bit_equal(rank_pool):
                     np.testing.assert_array_equal(b[: len(a)], a)
                     assert not b[len(a) :].any()
         forward = ring_bytes(plan, heads.kv, heads.dim, 4, backward=False)
-        expected_bytes = ring_bytes(plan, heads.kv, heads.dim, 4) + how.recompute * forward
+        expected_bytes = ring_bytes(plan, heads.kv, heads.dim, 4) + bool(how.recompute) * forward
         assert [sent for _, sent, _ in other[0]] == expected_bytes.tolist()
 
 
@@ -240,8 +249,8 @@ def test_half_precision_is_as_good_as_one_rank(rank_pool, heads):
     assert (on_rings <= 2 * on_one).all(), f"rings {on_rings}, one rank {on_one}"
 
 
-def test_rings_of_two_hundred_random_plans_meet_at_most_four_peers(rank_pool):
-    """One communicator over all plans: what matters is whom a rank ever meets."""
+def test_all_rings_together_meet_at_most_four_peers(rank_pool):
+    """Every interval of 8 ranks and random packs, on one communicator: what counts is whom a rank ever meets."""
     rng = random.Random(9)
     packs = [[(1 + rng.randrange(5), start, size)] for size in range(2, 9) for start in range(9 - size)]
     packs += [random_pack(rng, 8, 20) for _ in range(40)]
@@ -420,3 +429,16 @@ def test_the_cuda_kernel_fits_the_schema_of_its_op(dim):
     dq, dk, dv = kernel.backward(q, q, k, k, out, lse, causal=False, scale=0.1)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 5, 4), accumulate_dtype(q.dtype))
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
+
+
+def test_kernels_are_picked_by_capability_and_reported_with_reasons():
+    cpu = torch.device("cpu")
+    assert pick_kernel(cpu, torch.bfloat16, 64).name == "torch_cpu_flash"
+    assert pick_kernel(torch.device("meta"), torch.float32, 64).name == "reference"
+    report = {name: (usable, reason) for name, usable, reason in available_kernels(cpu)}
+    assert report["torch_cpu_flash"] == (True, "")
+    assert report["reference"] == (True, "")
+    assert not report["torch_cuda_flash"][0]
+    assert "CUDA" in report["torch_cuda_flash"][1]
+    with pytest.raises(ConfigError, match="choose one of torch_cuda_flash, torch_cpu_flash, reference"):
+        named_kernel("tiny")
