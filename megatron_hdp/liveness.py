@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_hdp.errors import RankLostError
+from megatron_hdp.errors import HdpError, RankLostError
 from megatron_hdp.tcp import IO_S, has_more, listen, own_addresses, tuned
 
 EXIT_CODE = 70
@@ -197,7 +197,8 @@ class _Watcher:
 
     def fail(self, error: BaseException) -> None:
         """Listen for an earlier death; if there was none, tell the others why this rank stops."""
-        self._own_error = "".join(traceback.format_exception(error))
+        own = isinstance(error, HdpError)  # written for the user, who needs no stack
+        self._own_error = f"{type(error).__name__}: {error}\n" if own else "".join(traceback.format_exception(error))
         first_line = str(error).strip().partition("\n")[0]
         self._ask(f"{type(error).__name__}: {first_line}"[:_MAX_REASON])
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 CONTEXT = 16384
 TOKENS_PER_RANK = 4096
-BATCH_TOKENS = 65536
+BATCH_TOKENS = 32768
 SEED = 1234
 
 
@@ -105,7 +105,7 @@ def _train(algorithm: str, out: Path, iterations: int) -> Run:
 def _model_flags() -> list[str]:
     """A LLaMA in small: RMSNorm, SwiGLU, rotary positions, grouped queries, no biases, no dropout."""
     flags = (
-        "--num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 8 --group-query-attention "
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 4 --group-query-attention "
         "--num-query-groups 2 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
         f"--seq-length {CONTEXT} --max-position-embeddings {CONTEXT}"

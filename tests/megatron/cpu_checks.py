@@ -110,7 +110,7 @@ def check_other_threads():
 def check_loading_what_a_gpu_saved():
     folder = Path(os.environ["RECORD"]).parent
     path = folder / f"saved{os.environ['RANK']}.pt"
-    # the archive of a GPU run differs from ours in the tag of each storage, which has as many letters in both here
+    # what tells the archive of a GPU run from ours is the tag of each storage
     storage_tag = torch.serialization.location_tag
     torch.serialization.location_tag = lambda storage: "cuda:0"
     try:

@@ -1,0 +1,200 @@
+"""The CPU mode and the launcher, through real processes: Megatron's features train, agree with each other, and resume."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launch import ROOT, launch, run
+
+pytest.importorskip("megatron.core")
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "cpu_train.py"
+
+# A GPU user's flags: nothing in them is there for CPU ranks.
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 32 "
+    "--max-position-embeddings 32 --vocab-size 127 --make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer "
+    "--untie-embeddings-and-output-weights --use-flash-attn --attention-dropout 0 --hidden-dropout 0"
+)
+TRAINING = (
+    "--mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-2 --lr-decay-style constant "
+    "--eval-interval 100 --eval-iters 0 --log-interval 1 --seed 7 --num-workers 0"
+)
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@dataclass(frozen=True)
+class Step:
+    iteration: int
+    loss: float
+    grad_norm: float
+
+
+def train(folder: Path, ranks: int, extra: str) -> tuple[list[Step], str]:
+    """Steps of one run, and its output."""
+    record = folder / "steps.jsonl"
+    record.unlink(missing_ok=True)
+    flags = f"{MODEL} {TRAINING} {extra}".split()
+    output = launch(ranks, SCRIPT, flags, environment={"RECORD": str(record)}).output
+    return [Step(**json.loads(line)) for line in record.read_text().splitlines()], output
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """One rank, no parallelism: its four steps, and a folder with its checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("reference")
+    steps, output = train(
+        folder, 1, f"--save {folder / 'checkpoint'} --save-interval 2 --eval-iters 1 --eval-interval 3"
+    )
+    (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2")
+    assert [step.iteration for step in steps] == [1, 2, 3, 4]
+    assert steps[0].loss == pytest.approx(math.log(128), abs=0.2)
+    assert steps[3].loss < steps[0].loss
+    assert "validation loss at iteration 3" in output
+    assert "transformer_impl transformer_engine becomes local" in output
+    return steps, folder / "checkpoint"
+
+
+def close(steps: list[Step], expected: list[Step]) -> None:
+    """Same iterations, losses and gradient norms to fp32 rounding."""
+    assert [step.iteration for step in steps] == [step.iteration for step in expected]
+    for step, other in zip(steps, expected):
+        assert step.loss == pytest.approx(other.loss, rel=2e-6)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=2e-5)
+
+
+def test_the_mode_itself(tmp_path):
+    finished = launch(2, HERE / "cpu_checks.py", environment={"RECORD": str(tmp_path / "x")})
+    checks = re.findall(r"^def (check_\w+)", (HERE / "cpu_checks.py").read_text(), re.M)
+    for name in checks:
+        assert finished.output.count(f"PASSED {name}") == 2, finished.output
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"),
+        (2, "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1"),
+        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective"),
+    ],
+    ids=["tensor and sequence parallel", "pipeline, full recompute", "interleaved pipeline, selective recompute"],
+)  # fmt: skip
+def test_layouts_continue_one_checkpoint_alike(reference, tmp_path, ranks, flags):
+    """The checkpoint of one rank goes on under another layout with the same losses, so loading reshards as well."""
+    steps, checkpoint = reference
+    close(train(tmp_path, ranks, f"{flags} --load {checkpoint} --no-load-rng")[0], steps[2:])
+
+
+def test_distributed_optimizer_equals_plain(reference, tmp_path):
+    steps, _ = reference
+    close(train(tmp_path, 2, SHARDED)[0], steps)
+
+
+def test_resume_is_bit_equal(tmp_path):
+    """With dropout, so that random states count; the second half comes from a checkpoint of the sharded optimizer."""
+    checkpoint = tmp_path / "checkpoint"
+    whole, output = train(tmp_path, 2, f"{SHARDED} {DROPOUT} --save {checkpoint} --save-interval 2")
+    assert len(whole) == 4
+    assert output.count("successfully saved checkpoint") == 2
+    shutil.rmtree(checkpoint / "iter_0000004")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("2")
+    again, _ = train(tmp_path, 2, f"{SHARDED} {DROPOUT} --load {checkpoint} --save {checkpoint} --save-interval 1")
+    assert again == whole[2:]
+
+
+def test_recompute_replays_dropout(tmp_path):
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    kept, _ = train(tmp_path, 1, f"{DROPOUT} --train-iters 2")
+    recomputed, _ = train(tmp_path, 1, f"{DROPOUT} --train-iters 2 {recompute}")
+    assert recomputed == kept
+
+
+def test_bf16_follows_fp32(reference, tmp_path):
+    steps, _ = reference
+    rounded, _ = train(tmp_path, 2, f"--bf16 --tensor-model-parallel-size 2 {SHARDED}")
+    assert [step.loss for step in rounded] == pytest.approx([step.loss for step in steps], rel=5e-3)
+    assert [step.loss for step in rounded] != [step.loss for step in steps]
+
+
+def test_experts_on_one_rank_and_on_two(tmp_path):
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion --moe-aux-loss-coeff 1e-2"
+    checkpoint = tmp_path / "checkpoint"
+    steps, _ = train(tmp_path, 1, f"{experts} --save {checkpoint} --save-interval 1 --train-iters 2")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
+    load = f"--load {checkpoint} --no-load-rng --no-load-optim --override-opt_param-scheduler"
+    alone, _ = train(tmp_path, 1, f"{experts} {load} --train-iters 2")
+    shared, _ = train(tmp_path, 2, f"{experts} {load} --train-iters 2 --expert-model-parallel-size 2")
+    assert [step.iteration for step in alone] == [2]
+    close(shared, alone)
+    assert alone[0].loss == steps[1].loss
+
+
+def test_exit_codes_and_messages(tmp_path):
+    launcher = [sys.executable, "-m", "megatron_hdp"]
+    for words, message in (
+        ([], "no script was given"),
+        (["--cpu"], "no script was given"),
+        ([tmp_path / "absent.py"], "no script at"),
+        (["--cpu", tmp_path], "is a folder"),
+        (["--hdp", SCRIPT], "unknown option --hdp before the script"),
+    ):
+        finished = run([*launcher, *words], expect=2)
+        assert message in finished.output
+        assert "Traceback" not in finished.output
+    assert "usage: torchrun" in run([*launcher, "--help"]).output
+    assert re.fullmatch(r"\d+\.\d+\.\d+", run([*launcher, "--version"]).output.strip())
+
+
+def test_errors_of_the_run(tmp_path):
+    ours = tmp_path / "ours.py"
+    ours.write_text(
+        "import os\nfrom megatron_hdp.errors import DataError\n"
+        "if os.environ['RANK'] == '1':\n    raise DataError('the file is empty')\n"
+    )
+    output = launch(2, ours, expect=1).output
+    assert output.count("megatron_hdp: rank 1: DataError: the file is empty") == 1
+    assert 'Traceback (most recent call last):\n  File "<frozen' not in output.split("torch.distributed")[0]
+    shared = tmp_path / "shared.py"
+    shared.write_text("from megatron_hdp.errors import ConfigError\nraise ConfigError('bad flag')\n")
+    output = launch(2, shared, expect=1).output
+    assert output.count("ConfigError: bad flag") == 1
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text("raise KeyError('not ours')\n")
+    output = launch(1, theirs, expect=1).output
+    assert f'File "{theirs}", line 1' in output
+
+
+def test_a_spawned_child_does_not_run_the_script_again(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        "open(sys.argv[1], 'a').write(f'{__name__}\\n')\n"
+        "with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "    assert pool.apply(abs, (-3,)) == 3\n"
+    )
+    ran = tmp_path / "ran"
+    launch(1, script, [ran])
+    assert ran.read_text() == "__main__\n"
+
+
+def test_the_folder_of_the_script_wins(tmp_path):
+    (tmp_path / "beside.py").write_text("WORD = 'beside the script'\n")
+    script = tmp_path / "script.py"
+    script.write_text("import beside, sys\nprint(beside.WORD, sys.argv[1:], __name__, __file__)\n")
+    output = run([sys.executable, "-m", "megatron_hdp", "--cpu", script, "--flag", "x"]).output
+    assert f"beside the script ['--flag', 'x'] __main__ {script}" in output
+
+
+def test_pretraining_script_needs_no_plugin():
+    text = (ROOT / "scripts" / "pretrain_gpt.py").read_text()
+    assert not re.search(r"^\s*(from|import) megatron_hdp", text, re.M)
+    assert len(text.splitlines()) < 150
