@@ -24,12 +24,10 @@ class RingTraffic:
     recomputed_layers: int
     """Layers whose attention runs forward a second time, in the backward pass."""
 
-    def bytes_by_rank(self, plan: Plan, forward_only: bool = False) -> IntArray:
+    def bytes_by_rank(self, plan: Plan) -> IntArray:
         """Bytes that each rank's processes send over rings in a step of ``plan``, shape [num_ranks]."""
         shape = (self.kv_heads, self.head_dim, self.bytes_per_element)
         forward = ring_bytes(plan, *shape, backward=False)
-        if forward_only:
-            return np.asarray(forward * self.layers)
         both = ring_bytes(plan, *shape, backward=True)
         return np.asarray(both * self.layers + forward * self.recomputed_layers)
 
@@ -42,6 +40,8 @@ class StepRecord:
     summary: PlanSummary
     bytes_sent: int
     """Bytes that all ranks send over rings in the step."""
+    own_bytes_sent: int
+    """Bytes that this rank sends over rings in the step."""
     plan_seconds: float
     read_seconds: float
 
@@ -62,14 +62,16 @@ class StepRecord:
         }
 
 
-def record_step(step: int, plan: Plan, traffic: RingTraffic, plan_seconds: float, read_seconds: float) -> StepRecord:
-    """What is known of a step before it runs."""
+def record_step(step: int, rank: int, plan: Plan, traffic: RingTraffic, seconds: tuple[float, float]) -> StepRecord:
+    """What ``rank`` knows of a step before it runs; ``seconds`` are those of planning and of reading."""
+    sent = traffic.bytes_by_rank(plan)
     return StepRecord(
         step=step,
         summary=summarize(plan),
-        bytes_sent=int(traffic.bytes_by_rank(plan).sum()),
-        plan_seconds=plan_seconds,
-        read_seconds=read_seconds,
+        bytes_sent=int(sent.sum()),
+        own_bytes_sent=int(sent[rank]),
+        plan_seconds=seconds[0],
+        read_seconds=seconds[1],
     )
 
 
@@ -96,6 +98,7 @@ class StepLog:
             "span_over_mean": summary.span_over_mean,
             "peers_max": summary.peers_max,
             "bytes_sent": record.bytes_sent,
+            "own_bytes_planned": record.own_bytes_sent,
             "plan_seconds": record.plan_seconds,
             "read_seconds": record.read_seconds,
         }

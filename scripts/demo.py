@@ -24,8 +24,8 @@ from megatron_hdp.data.stdlib_corpus import VOCABULARY_SIZE, build_stdlib_corpus
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 CONTEXT = 16384
-TOKENS_PER_RANK = 4096
-BATCH_TOKENS = 32768
+TOKENS_PER_RANK = 6144
+BATCH_TOKENS = 65536
 SEED = 1234
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=10, help="training steps of each run (default 10)")
+    parser.add_argument("--iterations", type=int, default=8, help="training steps of each run (default 8)")
     parser.add_argument("--out", default=ROOT / "demo_out", help="folder for corpus, logs and results")
     return parser.parse_args()
 
@@ -105,8 +105,8 @@ def _train(algorithm: str, out: Path, iterations: int) -> Run:
 def _model_flags() -> list[str]:
     """A LLaMA in small: RMSNorm, SwiGLU, rotary positions, grouped queries, no biases, no dropout."""
     flags = (
-        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 4 --group-query-attention "
-        "--num-query-groups 2 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 --group-query-attention "
+        "--num-query-groups 1 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
         f"--seq-length {CONTEXT} --max-position-embeddings {CONTEXT}"
     )

@@ -151,9 +151,8 @@ class HdpRun:
     def begin_step(self, bundle: StepBundle) -> None:
         """Note what the step will do, and tell Megatron's FLOP counter the true lengths, once per sequence."""
         if self._record is None or self._record.step != bundle.step:  # a rerun of the step counts once
-            self._record = record_step(
-                bundle.step, bundle.plan, self._traffic(), bundle.plan_seconds, bundle.read_seconds
-            )
+            seconds = (bundle.plan_seconds, bundle.read_seconds)
+            self._record = record_step(bundle.step, self.pool.rank, bundle.plan, self._traffic(), seconds)
             update_seqlen_stats_from_cu_seqlens(self._own_lengths(bundle))
 
     def end_step(self) -> None:

@@ -30,7 +30,7 @@ def record(folder: str | Path) -> None:
 
     def recorded_evaluate(*args, **kwargs):
         result = evaluate(*args, **kwargs)
-        if result[0]:
+        if result[0] and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
             with (folder / "evaluations.jsonl").open("a") as file:
                 file.write(json.dumps({key: float(value) for key, value in result[0].items()}) + "\n")
         return result

@@ -11,7 +11,7 @@ HERE = __file__.rpartition("/")[0]
 
 # flags added to a good command line -> parts of the answer
 CONFLICTS = {
-    "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 64": "--hybrid-context-parallel: it is Megatron's own scheme",
+    "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 64": "--hybrid-context-parallel: it is Megatron's own",
     "--attention-backend local": "--attention-backend local: it would put Megatron's own attention back",
     "--mtp-num-layers 1": "--mtp-num-layers",
     "--multi-latent-attention": "--multi-latent-attention",

@@ -1,0 +1,160 @@
+"""Everything around the step: evaluation, resume, changed pools, budgets, blends, TP and PP, logs, --hdp absent."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ADAM, MODEL, NO_EVALUATION, stock, train
+from record import read_steps, read_weights
+
+SMOOTH = [*ADAM, "--adam-eps", "1e-2"]
+HDP = ["--hdp", "--hdp-tokens-per-rank", "32"]
+
+
+def losses(folder):
+    return [step["lm loss"] for step in read_steps(folder / "record")]
+
+
+def run(ranks, flags, folder, **options):
+    train(ranks, flags, folder, **options).check()
+    return losses(folder)
+
+
+def base(corpus, steps, *more):
+    return [*MODEL, *SMOOTH, *NO_EVALUATION, "--train-iters", str(steps), "--data-path", corpus, *more]
+
+
+@pytest.fixture(scope="module")
+def six_steps(corpus, tmp_path_factory):
+    """Losses of six steps of 7 sequences on a pool of 3, which 7 does not divide by."""
+    folder = tmp_path_factory.mktemp("six_steps")
+    run(3, base(corpus, 6, "--global-batch-size", "7", *HDP), folder)
+    return read_steps(folder / "record"), read_weights(folder / "record")
+
+
+def test_resume_is_bit_equal_and_may_change_the_pool(corpus, six_steps, tmp_path):
+    flags = base(corpus, 6, "--global-batch-size", "7", "--save", str(tmp_path / "ckpt"), "--save-interval", "3")
+    assert run(3, [*flags, *HDP, "--exit-interval", "3"], tmp_path / "first") == [
+        s["lm loss"] for s in six_steps[0][:3]
+    ]
+    load = [*flags[:-4], "--load", str(tmp_path / "ckpt")]
+    assert run(3, [*load, *HDP], tmp_path / "same") == [step["lm loss"] for step in six_steps[0][3:]]
+    weights = read_weights(tmp_path / "same" / "record")
+    assert all(torch.equal(weights[key], six_steps[1][key]) for key in weights)
+    # another pool and capacity: same data, same learning rates, equal to rounding
+    run(4, [*load, "--hdp", "--hdp-tokens-per-rank", "24"], tmp_path / "pool4")
+    compare(read_steps(tmp_path / "pool4" / "record"), six_steps[0][3:])
+    # stock Megatron, without the plugin: the checkpoint is an ordinary one
+    compare(stock([*load, "--global-batch-size", "7"], tmp_path / "stock"), six_steps[0][3:])
+
+
+def compare(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs):
+        assert a["lm loss"] == pytest.approx(b["lm loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+        assert a["lr"] == pytest.approx(b["lr"], rel=1e-12)
+
+
+def test_evaluation_uses_the_same_path(corpus, tmp_path):
+    flags = [*MODEL, *SMOOTH, "--split", "70,30,0", "--eval-iters", "2", "--eval-interval", "2", "--train-iters", "4"]
+    flags += ["--data-path", corpus, "--global-batch-size", "8"]
+    stock(flags, tmp_path / "stock")
+    run(3, [*flags, *HDP], tmp_path / "hdp")
+    ours, theirs = (
+        [
+            json.loads(line)["lm loss"]
+            for line in (tmp_path / name / "record/evaluations.jsonl").read_text().splitlines()
+        ]
+        for name in ("hdp", "stock")
+    )
+    # after steps 2 and 4, and once more at the end
+    assert len(ours) == len(theirs) == 3
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert losses(tmp_path / "hdp") == pytest.approx(losses(tmp_path / "stock"), rel=1e-5)
+
+
+def test_token_budget_and_blend_do_not_depend_on_the_pool(corpus, tmp_path):
+    from megatron_hdp.data.indexed import write_indexed
+
+    write_indexed(tmp_path / "other", [np.arange(n % 90 + 1) % 250 for n in range(200)], np.uint16)
+    flags = [*MODEL, *SMOOTH, *NO_EVALUATION, "--train-iters", "4", "--hdp-batch-tokens", "300"]
+    flags += ["--data-path", "0.3", corpus, "0.7", str(tmp_path / "other")]
+    log = tmp_path / "log.jsonl"
+    one = run(1, [*flags, "--hdp", "--hdp-tokens-per-rank", "96", "--hdp-log", str(log)], tmp_path / "one")
+    three = run(3, [*flags, *HDP], tmp_path / "three")
+    assert three == pytest.approx(one, rel=1e-5)
+    tokens = [json.loads(line)["tokens"] for line in log.read_text().splitlines()]
+    assert all(300 - 96 < count < 300 + 2 * 96 for count in tokens)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, ["--tensor-model-parallel-size", "2", "--hdp-tokens-per-rank", "48"]),
+        (4, ["--pipeline-model-parallel-size", "2", "--hdp-tokens-per-rank", "48"]),
+        (2, ["--context-parallel-size", "2", "--hdp-tokens-per-rank", "48", "--use-distributed-optimizer"]),
+    ],
+    ids=["tp2", "pp2", "folded cp2"],
+)
+def test_layouts_agree(corpus, six_steps, tmp_path, ranks, flags):
+    run(ranks, base(corpus, 4, "--global-batch-size", "7", "--lr-decay-iters", "6", "--hdp", *flags), tmp_path)
+    compare(read_steps(tmp_path / "record"), six_steps[0][:4])
+
+
+def test_interleaved_stages(corpus, tmp_path):
+    flags = base(corpus, 3, "--global-batch-size", "7", "--num-layers", "4")
+    one = run(1, [*flags, "--hdp", "--hdp-tokens-per-rank", "96"], tmp_path / "one")
+    pipeline = (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --hdp --hdp-tokens-per-rank 48"
+    )
+    assert run(4, [*flags, *pipeline.split()], tmp_path / "vpp") == pytest.approx(one, rel=1e-5)
+
+
+def test_without_hdp_the_launcher_changes_no_bit(corpus, tmp_path):
+    flags = base(corpus, 3, "--global-batch-size", "4", "--micro-batch-size", "1")
+    assert run(2, flags, tmp_path / "with") == run(2, flags, tmp_path / "without", launcher=False)
+    ours, theirs = (read_weights(tmp_path / name / "record") for name in ("with", "without"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    # the other --hdp flags do nothing without --hdp
+    assert run(2, [*flags, "--hdp-tokens-per-rank", "32"], tmp_path / "ignored") == losses(tmp_path / "with")
+
+
+def test_log_line_tensorboard_and_json(corpus, tmp_path):
+    log, board = tmp_path / "logs" / "hdp.jsonl", tmp_path / "board"
+    flags = base(corpus, 3, "--global-batch-size", "7", *HDP, "--hdp-log", str(log), "--tensorboard-dir", str(board))
+    flags += ["--log-throughput", "--tensorboard-log-interval", "1"]
+    outcome = train(3, flags, tmp_path).check()
+    assert "hdp/max-ring: 3.000000E+00" in outcome.outputs[2]
+    assert "throughput per GPU" in outcome.outputs[2]
+    assert "megatron_hdp: pool of 3 ranks x 32 tokens" in outcome.outputs[0]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+    assert [line["loss"] for line in lines] == losses(tmp_path)
+    assert all(line["padding_tokens"] >= 0 and line["bytes_sent"] > 0 for line in lines)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(board))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"lm loss", "hdp/tokens", "hdp/imbalance", "hdp/padding", "hdp/sent-MiB", "hdp/plan-ms"} <= names
+    assert [event.value for event in events.Scalars("hdp/tokens")] == [line["tokens"] for line in lines]
+
+
+def test_bytes_sent_are_what_the_plan_predicts(corpus, tmp_path):
+    """One rank's own count grows by its part of the prediction; checked on two ranks, which send equally."""
+    for name, recompute in {
+        "plain": [],
+        "recompute": "--recompute-granularity full --recompute-method uniform".split(),
+    }.items():
+        log = tmp_path / f"{name}.jsonl"
+        flags = base(
+            corpus, 3, "--global-batch-size", "7", "--hdp", "--hdp-tokens-per-rank", "48", "--hdp-log", str(log)
+        )
+        train(2, [*flags, *recompute, *(["--recompute-num-layers", "1"] if recompute else [])], tmp_path / name).check()
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        sent = np.diff([line["own_ring_bytes_sent_total"] for line in lines])
+        assert sent.tolist() == [line["own_bytes_planned"] for line in lines[1:]]
+        assert sent.sum() > 0
