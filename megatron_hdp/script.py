@@ -1,4 +1,4 @@
-"""Runs the user's script as __main__, and keeps spawned children from running it a second time. No torch, no Megatron."""
+"""Runs the user's script as __main__, and keeps spawned children from running it again. No torch, no Megatron."""
 
 import importlib.machinery
 import os

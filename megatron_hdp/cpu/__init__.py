@@ -35,12 +35,12 @@ def enable() -> None:
     if torch.cuda.is_initialized():
         raise ConfigError("the CPU mode must be turned on before the first use of a GPU: pass --cpu to the launcher")
 
-    from megatron_hdp.cpu import collectives, cuda, devices, packages, pinning
+    from megatron_hdp.cpu import collectives, cuda, devices, loaders, packages
 
     packages.hide()
     devices.apply()
     cuda.apply()
-    pinning.apply()
+    loaders.apply()
     if torch.distributed.is_available():
         collectives.apply()
     _enabled = True

@@ -18,7 +18,9 @@ def apply() -> None:
     _replace("barrier", _barrier)
     _replace("all_to_all_single", _all_to_all_single)
     _replace("all_reduce", _all_reduce)
-    _replace("reduce_scatter_tensor", _reduce_scatter_tensor)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # old and new name
+        if hasattr(distributed_c10d, name):
+            _replace(name, _reduce_scatter)
     _wrap_device_mesh()
 
 
@@ -30,7 +32,7 @@ def _replace(name: str, maker: Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def _gloo(backend: Any) -> Any:
-    """gloo for every backend that needs a GPU ('nccl', 'cpu:gloo,cuda:nccl', 'ucc'); others ('fake', None) unchanged."""
+    """gloo for backends that need a GPU ('nccl', 'cpu:gloo,cuda:nccl', 'ucc'); others ('fake', None) unchanged."""
     name = str(backend).lower()
     return "gloo" if "nccl" in name or "ucc" in name or "cuda:" in name else backend
 
@@ -100,8 +102,8 @@ def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_reduce
 
 
-def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_scatter_tensor(
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_scatter(
         output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         if op == dist.ReduceOp.AVG:
@@ -109,7 +111,7 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
             op = dist.ReduceOp.SUM
         return original(output, input, op, group, async_op)
 
-    return reduce_scatter_tensor
+    return reduce_scatter
 
 
 def _wrap_device_mesh() -> None:

@@ -131,7 +131,7 @@ def _answers() -> dict[str, Any]:
         "get_rng_state": get_rng_state,
         "get_rng_state_all": lambda: [get_rng_state()],
         "set_rng_state": set_rng_state,
-        "set_rng_state_all": lambda states: set_rng_state(list(states)[0]),
+        "set_rng_state_all": lambda states: set_rng_state(next(iter(states))),
         "Stream": streams.Stream,
         "ExternalStream": streams.ExternalStream,
         "Event": streams.Event,
@@ -147,7 +147,8 @@ def _answers() -> dict[str, Any]:
     }
     nothing = (
         "init _lazy_init set_device synchronize empty_cache ipc_collect check_error reset_peak_memory_stats "
-        "reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats set_per_process_memory_fraction"
+        "reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats "
+        "set_per_process_memory_fraction"
     )
     zero = (
         "memory_allocated max_memory_allocated memory_reserved max_memory_reserved device_memory_used memory_usage "

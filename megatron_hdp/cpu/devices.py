@@ -13,8 +13,8 @@ _FACTORIES = (
     "arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted empty_quantized "
     "empty_strided eye from_file full full_like hamming_window hann_window kaiser_window linspace logspace normal ones "
     "ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
-    "sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor "
-    "tensor tril_indices triu_indices zeros zeros_like"
+    "sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor "
+    "sparse_csr_tensor tensor tril_indices triu_indices zeros zeros_like"
 ).split()
 
 _NEW_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
@@ -40,7 +40,7 @@ def cpu_device(device: Any) -> Any:
 
 def apply() -> None:
     """Replace the functions. Call once."""
-    # `with torch.device("meta")` compares functions with a list that is made on first use: make it while they are torch's
+    # `with torch.device("meta")` knows functions from a list made on first use: make it while they are torch's own
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         _wrap(torch, name)

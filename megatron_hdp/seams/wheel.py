@@ -1,4 +1,4 @@
-"""What the PyPI wheel of Megatron lacks beside a source tree, a compiler, Transformer Engine or Apex. For GPU and CPU runs.
+"""What the PyPI wheel lacks without a source tree, a compiler, Transformer Engine or Apex. For GPU and CPU runs.
 
 * The wheel carries the dataset helpers compiled and no Makefile, but the set-up step runs make.
 * With torch's own AdamW, `DistributedOptimizer` cannot load a checkpoint: it asks a fresh optimizer for its step, and
@@ -61,7 +61,7 @@ class _Inner:
 
 
 def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer that has not stepped (a resume asks it what to load), or owns no parameters, is at its groups' step."""
+    """An optimizer that has not stepped (a resume asks it), or that owns no parameters, is at its groups' step."""
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The CPU mode and the launcher, through real processes: Megatron's features train, agree with each other, and resume."""
+"""The CPU mode and the launcher, in real processes: Megatron's features train, agree with each other, and resume."""
 
 import json
 import math
@@ -28,6 +28,7 @@ TRAINING = (
     "--eval-interval 100 --eval-iters 0 --log-interval 1 --seed 7 --num-workers 0"
 )
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -79,19 +80,18 @@ def test_the_mode_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    "flags",
     [
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"),
-        (2, "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1"),
-        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective"),
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+        f"--pipeline-model-parallel-size 2 {RECOMPUTE}",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-activations",
     ],
     ids=["tensor and sequence parallel", "pipeline, full recompute", "interleaved pipeline, selective recompute"],
-)  # fmt: skip
-def test_layouts_continue_one_checkpoint_alike(reference, tmp_path, ranks, flags):
+)
+def test_layouts_continue_one_checkpoint_alike(reference, tmp_path, flags):
     """The checkpoint of one rank goes on under another layout with the same losses, so loading reshards as well."""
     steps, checkpoint = reference
-    close(train(tmp_path, ranks, f"{flags} --load {checkpoint} --no-load-rng")[0], steps[2:])
+    close(train(tmp_path, 2, f"{flags} --load {checkpoint} --no-load-rng")[0], steps[2:])
 
 
 def test_distributed_optimizer_equals_plain(reference, tmp_path):
@@ -100,22 +100,17 @@ def test_distributed_optimizer_equals_plain(reference, tmp_path):
 
 
 def test_resume_is_bit_equal(tmp_path):
-    """With dropout, so that random states count; the second half comes from a checkpoint of the sharded optimizer."""
+    """With dropout, so that random states count. The second half comes from a checkpoint of the sharded optimizer, and
+    recomputes its activations, for which it has to draw the same numbers twice.
+    """
     checkpoint = tmp_path / "checkpoint"
     whole, output = train(tmp_path, 2, f"{SHARDED} {DROPOUT} --save {checkpoint} --save-interval 2")
     assert len(whole) == 4
     assert output.count("successfully saved checkpoint") == 2
     shutil.rmtree(checkpoint / "iter_0000004")
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("2")
-    again, _ = train(tmp_path, 2, f"{SHARDED} {DROPOUT} --load {checkpoint} --save {checkpoint} --save-interval 1")
+    again, _ = train(tmp_path, 2, f"{SHARDED} {DROPOUT} {RECOMPUTE} --load {checkpoint}")
     assert again == whole[2:]
-
-
-def test_recompute_replays_dropout(tmp_path):
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
-    kept, _ = train(tmp_path, 1, f"{DROPOUT} --train-iters 2")
-    recomputed, _ = train(tmp_path, 1, f"{DROPOUT} --train-iters 2 {recompute}")
-    assert recomputed == kept
 
 
 def test_bf16_follows_fp32(reference, tmp_path):
@@ -128,14 +123,10 @@ def test_bf16_follows_fp32(reference, tmp_path):
 def test_experts_on_one_rank_and_on_two(tmp_path):
     experts = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion --moe-aux-loss-coeff 1e-2"
     checkpoint = tmp_path / "checkpoint"
-    steps, _ = train(tmp_path, 1, f"{experts} --save {checkpoint} --save-interval 1 --train-iters 2")
+    steps, _ = train(tmp_path, 1, f"{experts} --save {checkpoint} --save-interval 1 --exit-interval 2")
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
-    load = f"--load {checkpoint} --no-load-rng --no-load-optim --override-opt_param-scheduler"
-    alone, _ = train(tmp_path, 1, f"{experts} {load} --train-iters 2")
-    shared, _ = train(tmp_path, 2, f"{experts} {load} --train-iters 2 --expert-model-parallel-size 2")
-    assert [step.iteration for step in alone] == [2]
-    close(shared, alone)
-    assert alone[0].loss == steps[1].loss
+    shared, _ = train(tmp_path, 2, f"{experts} --load {checkpoint} --no-load-rng --expert-model-parallel-size 2")
+    close(shared[:1], steps[1:])
 
 
 def test_exit_codes_and_messages(tmp_path):
@@ -162,7 +153,7 @@ def test_errors_of_the_run(tmp_path):
     )
     output = launch(2, ours, expect=1).output
     assert output.count("megatron_hdp: rank 1: DataError: the file is empty") == 1
-    assert 'Traceback (most recent call last):\n  File "<frozen' not in output.split("torch.distributed")[0]
+    assert "raise DataError" not in output  # no traceback into the script
     shared = tmp_path / "shared.py"
     shared.write_text("from megatron_hdp.errors import ConfigError\nraise ConfigError('bad flag')\n")
     output = launch(2, shared, expect=1).output
@@ -173,25 +164,20 @@ def test_errors_of_the_run(tmp_path):
     assert f'File "{theirs}", line 1' in output
 
 
-def test_a_spawned_child_does_not_run_the_script_again(tmp_path):
+def test_script_is_main_once_and_its_folder_wins(tmp_path):
+    """The script has no guard, yet a spawned child does not run it again."""
+    (tmp_path / "beside.py").write_text("WORD = 'beside the script'\n")
     script = tmp_path / "unguarded.py"
     script.write_text(
         "import multiprocessing, sys\n"
-        "open(sys.argv[1], 'a').write(f'{__name__}\\n')\n"
+        "import beside\n"
+        "print(beside.WORD, sys.argv[1:], __name__, __file__, flush=True)\n"
         "with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "    assert pool.apply(abs, (-3,)) == 3\n"
     )
-    ran = tmp_path / "ran"
-    launch(1, script, [ran])
-    assert ran.read_text() == "__main__\n"
-
-
-def test_the_folder_of_the_script_wins(tmp_path):
-    (tmp_path / "beside.py").write_text("WORD = 'beside the script'\n")
-    script = tmp_path / "script.py"
-    script.write_text("import beside, sys\nprint(beside.WORD, sys.argv[1:], __name__, __file__)\n")
     output = run([sys.executable, "-m", "megatron_hdp", "--cpu", script, "--flag", "x"]).output
-    assert f"beside the script ['--flag', 'x'] __main__ {script}" in output
+    assert output.count(f"beside the script ['--flag', 'x'] __main__ {script}") == 1
+    assert output.count("beside the script") == 1
 
 
 def test_pretraining_script_needs_no_plugin():

@@ -1,4 +1,4 @@
-"""Pinned memory and accelerators: torch is told that there is neither, so that it takes its plain CPU paths."""
+"""Loaders, pinned memory, accelerators: torch takes its plain CPU paths, and draws where a GPU machine would."""
 
 import functools
 from collections.abc import Callable
@@ -15,6 +15,7 @@ def apply() -> None:
     tensor.record_stream = _record_stream
     loader: Any = DataLoader
     loader.__init__ = _without_pinning(DataLoader.__init__)
+    loader.__iter__ = _without_drawing(DataLoader.__iter__)
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
         # optimizers ask it whether a GPU graph is being captured, loaders whether to pin
@@ -39,6 +40,22 @@ def _without_pinning(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
 
     return init
+
+
+def _without_drawing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Starting a loader draws a seed for its workers from the host's generator. On a GPU machine dropout has another
+    one; here they are one, so the state is put back: a resumed run starts its loader later than the run it continues.
+    """
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        state = torch.default_generator.get_state()
+        try:
+            return original(self)
+        finally:
+            torch.default_generator.set_state(state)
+
+    return iterate
 
 
 def _no() -> bool:
