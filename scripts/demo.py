@@ -24,8 +24,8 @@ from megatron_hdp.data.stdlib_corpus import VOCABULARY_SIZE, build_stdlib_corpus
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 CONTEXT = 16384
-TOKENS_PER_RANK = 6144
-BATCH_TOKENS = 65536
+TOKENS_PER_RANK = 8192
+BATCH_TOKENS = 49152
 SEED = 1234
 
 
