@@ -1,7 +1,7 @@
 """Pretrain a GPT model with the Megatron that PyPI ships, whose wheel has no training script of its own.
 
-    torchrun --nproc-per-node 8 scripts/pretrain_gpt.py <Megatron flags>                          stock Megatron
-    torchrun --nproc-per-node 8 -m megatron_hdp scripts/pretrain_gpt.py <Megatron flags> --hdp    with HDP
+Stock Megatron:  torchrun --nproc-per-node 8 scripts/pretrain_gpt.py <Megatron flags>
+With HDP:        torchrun --nproc-per-node 8 -m megatron_hdp scripts/pretrain_gpt.py <Megatron flags> --hdp
 """
 
 from collections.abc import Callable, Iterator

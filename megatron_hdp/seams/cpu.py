@@ -119,6 +119,8 @@ FLAGS = (
 )
 """Flags that Megatron's later versions drop, or earlier ones lack, are skipped."""
 
+# recomputing these frees their outputs in place, with helpers of Transformer Engine and a compiler
+_DISCARDED_OUTPUTS = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
 _FP32_STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -133,6 +135,9 @@ def adjust_args(args: Any) -> list[str]:
         flags.append(Flag("moe_token_dispatcher_type", "alltoall", "DeepEP and HybridEP need GPUs"))
     if getattr(args, "use_precision_aware_optimizer", False):
         flags += [Flag(name, _fp32_like(args, name), _NO_TE) for name in _FP32_STATES]
+    modules = getattr(args, "recompute_modules", None)
+    if modules:
+        flags.append(Flag("recompute_modules", [name for name in modules if name not in _DISCARDED_OUTPUTS], _NO_TE))
     return [line for flag in flags if (line := _set(args, flag)) is not None]
 
 

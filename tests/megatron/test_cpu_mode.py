@@ -125,7 +125,9 @@ def test_experts_on_one_rank_and_on_two(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     steps, _ = train(tmp_path, 1, f"{experts} --save {checkpoint} --save-interval 1 --exit-interval 2")
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
-    shared, _ = train(tmp_path, 2, f"{experts} --load {checkpoint} --no-load-rng --no-load-optim --expert-model-parallel-size 2")
+    shared, _ = train(
+        tmp_path, 2, f"{experts} --load {checkpoint} --no-load-rng --no-load-optim --expert-model-parallel-size 2"
+    )
     close(shared[:1], steps[1:])
 
 
