@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from launch import ROOT, launch, run
 
+from megatron_hdp import __main__ as launcher
+from megatron_hdp.errors import DataError
+
 pytest.importorskip("megatron.core")
 
 HERE = Path(__file__).resolve().parent
@@ -132,7 +135,7 @@ def test_experts_on_one_rank_and_on_two(tmp_path):
 
 
 def test_exit_codes_and_messages(tmp_path):
-    launcher = [sys.executable, "-m", "megatron_hdp"]
+    command = [sys.executable, "-m", "megatron_hdp"]
     for words, message in (
         ([], "no script was given"),
         (["--cpu"], "no script was given"),
@@ -140,30 +143,45 @@ def test_exit_codes_and_messages(tmp_path):
         (["--cpu", tmp_path], "is a folder"),
         (["--hdp", SCRIPT], "unknown option --hdp before the script"),
     ):
-        finished = run([*launcher, *words], expect=2)
+        finished = run([*command, *words], expect=2)
         assert message in finished.output
         assert "Traceback" not in finished.output
-    assert "usage: torchrun" in run([*launcher, "--help"]).output
-    assert re.fullmatch(r"\d+\.\d+\.\d+", run([*launcher, "--version"]).output.strip())
+    assert "usage: torchrun" in run([*command, "--help"]).output
+    assert re.fullmatch(r"\d+\.\d+\.\d+", run([*command, "--version"]).output.strip())
 
 
-def test_errors_of_the_run(tmp_path):
-    ours = tmp_path / "ours.py"
-    ours.write_text(
-        "import os\nfrom megatron_hdp.errors import DataError\n"
-        "if os.environ['RANK'] == '1':\n    raise DataError('the file is empty')\n"
-    )
-    output = launch(2, ours, expect=1).output
-    assert output.count("megatron_hdp: rank 1: DataError: the file is empty") == 1
-    assert "raise DataError" not in output  # no traceback into the script
-    shared = tmp_path / "shared.py"
-    shared.write_text("from megatron_hdp.errors import ConfigError\nraise ConfigError('bad flag')\n")
-    output = launch(2, shared, expect=1).output
-    assert output.count("ConfigError: bad flag") == 1
-    theirs = tmp_path / "theirs.py"
-    theirs.write_text("raise KeyError('not ours')\n")
-    output = launch(1, theirs, expect=1).output
-    assert f'File "{theirs}", line 1' in output
+def test_an_error_that_all_ranks_have_is_printed_once(tmp_path):
+    script = tmp_path / "shared.py"
+    script.write_text("from megatron_hdp.errors import ConfigError\nraise ConfigError('bad flag')\n")
+    output = launch(2, script, expect=1).output
+    assert output.count("megatron_hdp: rank 0: ConfigError: bad flag") == 1
+    assert output.count("bad flag") == 1  # no traceback into the script, nothing from rank 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_is_printed_by_it(monkeypatch, capsys, tmp_path, rank):
+    waits = []
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(launcher.time, "sleep", waits.append)
+    monkeypatch.setattr(launcher, "run", lambda launch: raise_error(DataError("the file is empty")))
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SystemExit, match="1"):
+        launcher.main([str(script)])
+    assert capsys.readouterr().err == f"megatron_hdp: rank {rank}: DataError: the file is empty\n"
+    assert len(waits) == rank  # rank 0 does not wait
+
+
+def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "run", lambda launch: raise_error(KeyError("not ours")))
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(KeyError):
+        launcher.main([str(script)])
+
+
+def raise_error(error: Exception) -> None:
+    raise error
 
 
 def test_script_is_main_once_and_its_folder_wins(tmp_path):
