@@ -25,6 +25,7 @@ from megatron_hdp.seams.data import (
     planner_from_args,
 )
 from megatron_hdp.seams.flags import config_from_args, log
+from megatron_hdp.seams.install import table_text
 from megatron_hdp.seams.spec import HdpCoreAttention, bind_model, hdp_layer_spec
 
 _active: list["HdpRun"] = []
@@ -43,6 +44,7 @@ def open_run(args: Any) -> Iterator["HdpRun"]:
         raise SeamError("pretrain() was called inside pretrain(): one run at a time")
     with contextlib.ExitStack() as stack:
         run = HdpRun(args, stack)
+        log(args, table_text().removeprefix("megatron_hdp "))
         _active.append(run)
         stack.callback(_active.pop)
         yield run

@@ -24,6 +24,8 @@ def record(folder: str | Path) -> None:
             lr = None if learning_rate is None else float(learning_rate)
             line = {"iteration": iteration, "lr": lr, "grad_norm": float(grad_norm)}
             line.update({key: float(value) for key, value in loss_dict.items()})
+            line["tokens_for_flops"] = k.get("total_real_tokens_in_batch")
+            line["squares_for_flops"] = k.get("seqlen_squared_sum_in_batch")
             steps.append(line)
             (folder / "steps.json").write_text(json.dumps(steps))
         return log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *a, **k)
