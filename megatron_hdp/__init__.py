@@ -1,6 +1,8 @@
 """Hybrid Data Parallelism for Megatron-LM. Importing this package has no effect; see `install`."""
 
+from megatron_hdp.config import HdpConfig
 from megatron_hdp.errors import ConfigError, DataError, HdpError, PlanError, RankLostError, SeamError
+from megatron_hdp.planner import plan
 from megatron_hdp.types import MicroBatch, Piece, Plan, Ring
 
 __version__ = "0.1.0"
@@ -19,14 +21,15 @@ def install(allow_drift: bool = False) -> None:
         SeamError: Megatron is absent, of an unknown version, or changed, or a module already holds one of the functions
             by name. Nothing is wrapped then.
     """
-    from megatron_hdp.seams.install import install as install_seams
+    from megatron_hdp.seams.install import install_for_run
 
-    install_seams(allow_drift)
+    install_for_run(allow_drift)
 
 
 __all__ = [
     "ConfigError",
     "DataError",
+    "HdpConfig",
     "HdpError",
     "MicroBatch",
     "Piece",
@@ -37,4 +40,5 @@ __all__ = [
     "SeamError",
     "__version__",
     "install",
+    "plan",
 ]

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_hdp import __version__, cpu
+from megatron_hdp import __version__, cpu, install
 from megatron_hdp.errors import ConfigError, HdpError
 from megatron_hdp.script import find_script, run_as_main
 
@@ -88,10 +88,7 @@ def run(launch: Launch) -> None:
     if launch.cpu:
         cpu.enable()
 
-    from megatron_hdp.seams import install, wheel
-
-    install.install()
-    wheel.apply()
+    install()
     if launch.cpu:
         from megatron_hdp.seams import cpu as cpu_seams
 

@@ -89,6 +89,18 @@ def install(allow_drift: bool = False, *, table: Table | None = None) -> None:
     _installed.applied, _installed.statuses, _installed.version = tuple(planned), tuple(statuses), version
 
 
+def install_for_run(allow_drift: bool = False) -> None:
+    """`install`, and what the PyPI wheel needs for any run; the second part stays after `uninstall`.
+
+    Raises:
+        SeamError: as `install`.
+    """
+    install(allow_drift)
+    from megatron_hdp.seams import wheel  # imports Megatron, which only a verified one may be
+
+    wheel.apply()
+
+
 def uninstall() -> None:
     """Put every original back. Does nothing when nothing is installed.
 
