@@ -96,9 +96,7 @@ def install_for_run(allow_drift: bool = False) -> None:
         SeamError: as `install`.
     """
     install(allow_drift)
-    from megatron_hdp.seams import wheel  # imports Megatron, which only a verified one may be
-
-    wheel.apply()
+    importlib.import_module("megatron_hdp.seams.wheel").apply()  # imports Megatron: only after it was verified
 
 
 def uninstall() -> None:
