@@ -1,0 +1,377 @@
+"""How long is the data? Document lengths from a corpus or a list, and what they mean for balance. No torch.
+
+| file | what is read |
+|---|---|
+| .idx | Megatron's index (the .bin must lie beside it; no token is read) |
+| .jsonl | field `length`, else the number of `tokens`, or a named field of either kind |
+| .parquet | the same with columns; needs pyarrow |
+| .csv | the only column, else the one named `length`, or a named one; with or without a header |
+| .txt | one length a line |
+"""
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.data.indexed import IndexedFile
+from megatron_hdp.errors import ConfigError, DataError
+from megatron_hdp.types import IntArray
+
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999)
+TAIL_FROM = (8 << 10, 32 << 10, 128 << 10, 512 << 10)
+"""Tokens from which on a document counts as tail, one row of the summary each."""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_BAR = 24
+"""Characters of a bar that stands for 100 %."""
+_FIRST_BUCKET = 6
+"""Documents of up to 2^6 tokens share a row."""
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Tokens from ``8192``, ``8K`` or ``2M``: K, M and G are 1024, 1024^2 and 1024^3.
+
+    Raises `ConfigError` that names ``flag`` for anything but a positive whole number with at most one such suffix.
+    """
+    match = re.fullmatch(r"([0-9]{1,18})([KMG]?)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"{flag} is {text!r}: give a positive whole number, such as 8192, 8K or 2M (K = 1024)")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def format_size(tokens: int) -> str:
+    """Inverse of `parse_size` where a suffix is exact (131072 is 128K); other numbers with thousands separators."""
+    for unit in ("G", "M", "K"):
+        if tokens and tokens % _UNITS[unit] == 0:
+            return f"{tokens // _UNITS[unit]}{unit}"
+    return f"{tokens:,}"
+
+
+def read_lengths(path: str | Path, field: str | None = None) -> IntArray:
+    """Tokens of every document of a file, int64 [documents], in the order of the file; empty documents are 0.
+
+    Args:
+        path: a file of a kind listed above, by its ending; or the prefix of an .idx, as --data-path takes it.
+        field: field or column to read from .jsonl, .parquet and .csv: lengths, or lists whose lengths count.
+
+    Raises:
+        DataError: missing or empty file, unknown ending, or a length that is no whole number of at least 0; names the
+            line (the row for .parquet).
+        ConfigError: ``field`` for a kind of file that has none.
+    """
+    path = Path(path)
+    if not path.is_file() and Path(f"{path}.idx").is_file():
+        path = Path(f"{path}.idx")
+    reader = _READERS.get(path.suffix.lower())
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if reader is None:
+        raise DataError(f"{path}: lengths are read from {', '.join(_READERS)}, not from {path.suffix or 'no ending'!r}")
+    if field is not None and path.suffix.lower() in (".idx", ".txt"):
+        raise ConfigError(f"field {field!r}: {path.suffix} files have no fields; leave it out")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: empty file (0 bytes)")
+    lengths = reader(path, field)
+    if lengths.size == 0:
+        raise DataError(f"{path}: no lengths in it")
+    total = float(lengths.sum(dtype=np.float64))
+    if total >= 2**63:
+        raise DataError(f"{path}: the lengths add up to {total:.2g} tokens: are these numbers really lengths?")
+    return lengths
+
+
+def _read_idx(path: Path, field: str | None) -> IntArray:
+    prefix = str(path.with_suffix(""))
+    if not Path(f"{prefix}.bin").is_file():
+        raise DataError(f"{path}: {prefix}.bin is missing: an index is read with its .bin beside it, as training does")
+    return IndexedFile.open(prefix).lengths.astype(np.int64)
+
+
+def _read_txt(path: Path, field: str | None) -> IntArray:
+    with _opened(path) as file:
+        return _array(_whole(text, path, f"line {number}") for number, text in _lines(file, path))
+
+
+def _read_jsonl(path: Path, field: str | None) -> IntArray:
+    with _opened(path) as file:
+        return _array(_json_length(text, path, number, field) for number, text in _lines(file, path))
+
+
+def _json_length(text: str, path: Path, number: int, field: str | None) -> int:
+    """Length in one line of JSON."""
+    where = f"line {number}"
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, {where}: not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{path}, {where}: expected an object with fields, found {text[:40]!r}")
+    name = next((n for n in ([field] if field is not None else ["length", "tokens"]) if n in record), None)
+    if name is None:
+        wanted = f"no field {field!r}" if field is not None else "neither a field 'length' nor 'tokens'"
+        raise DataError(f"{path}, {where}: {wanted} (fields: {', '.join(map(str, record)) or 'none'}); name one")
+    value = record[name]
+    return len(value) if isinstance(value, list) else _whole(value, path, f"{where}, field {name!r}")
+
+
+def _read_csv(path: Path, field: str | None) -> IntArray:
+    with _opened(path, newline="") as file, _fields_of_any_size():
+        rows = csv.reader(file)
+        try:
+            first = next((row for row in rows if row), [])
+            number = rows.line_num
+            has_header = not any(_is_number(cell) for cell in first)
+            column = _column([cell.strip() for cell in first] if has_header else None, len(first), path, field)
+            values = [] if has_header else [_cell(first, column, path, number)]
+            blank = 0
+            for row in rows:
+                if not row:
+                    blank = blank or rows.line_num
+                elif blank:
+                    raise DataError(f"{path}, line {blank}: blank line inside of the file")
+                else:
+                    values.append(_cell(row, column, path, rows.line_num))
+        except csv.Error as error:
+            raise DataError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from error
+    return _array(values)
+
+
+@contextmanager
+def _fields_of_any_size() -> Iterator[None]:
+    """Python's limit of 128 KiB is below the texts that lie beside lengths; it can only be set for the process."""
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _cell(row: list[str], column: int, path: Path, number: int) -> int:
+    if column >= len(row):
+        raise DataError(f"{path}, line {number}: {len(row)} columns, the length is in column {column + 1}")
+    return _whole(row[column].strip(), path, f"line {number}")
+
+
+def _column(names: list[str] | None, width: int, path: Path, field: str | None) -> int:
+    """Index of the column with the lengths."""
+    listed = f"columns: {', '.join(names)}" if names is not None else f"no header, {width} columns"
+    wanted = field if field is not None else "length"
+    if names is not None and wanted in names:
+        return names.index(wanted)
+    if field is not None:
+        raise DataError(f"{path}, line 1: no column {field!r} ({listed})")
+    if width != 1:
+        raise DataError(f"{path}, line 1: which column holds the lengths? Name one ({listed})")
+    return 0
+
+
+def _read_parquet(path: Path, field: str | None) -> IntArray:
+    """Batch by batch: pyarrow decodes a list column on the way, but only offsets are looked at and kept."""
+    try:
+        import pyarrow as arrow  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import pyarrow.parquet as parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise DataError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            wanted = [field] if field is not None else ["length", "tokens", *(names if len(names) == 1 else [])]
+            name = next((n for n in wanted if n in names), None)
+            if name is None:
+                raise DataError(f"{path}: no column {' or '.join(map(repr, wanted))} (columns: {', '.join(names)})")
+            row, parts = 0, [np.empty(0, np.int64)]
+            for batch in file.iter_batches(columns=[name]):
+                parts.append(_arrow_lengths(arrow, batch.column(0), path, name, row))
+                row += batch.num_rows
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    return np.concatenate(parts)
+
+
+def _arrow_lengths(arrow: Any, column: Any, path: Path, name: str, row: int) -> IntArray:
+    """Lengths in one batch of a column of whole numbers or lists; ``row``: rows before it."""
+    import pyarrow.compute as compute  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    kind = column.type
+    if column.null_count:
+        wrong = compute.index(compute.is_null(column), True).as_py()
+        raise DataError(f"{path}, row {row + wrong + 1}: column {name!r} has no value there")
+    if any(getattr(arrow.types, f"is_{k}")(kind) for k in ("list", "large_list", "fixed_size_list")):
+        return np.asarray(compute.list_value_length(column), dtype=np.int64)
+    if not arrow.types.is_integer(kind):
+        raise DataError(f"{path}: column {name!r} holds {kind}, must hold whole numbers or lists of tokens")
+    values = np.asarray(column)
+    wrong = np.flatnonzero((values < 0) | (values > np.iinfo(np.int64).max))
+    if wrong.size:
+        raise DataError(f"{path}, row {row + wrong[0] + 1}: length {values[wrong[0]]}: must be 0 to 2^63 - 1")
+    return values.astype(np.int64)
+
+
+_READERS: dict[str, Callable[[Path, str | None], IntArray]] = {
+    ".idx": _read_idx,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".txt": _read_txt,
+}
+
+
+@contextmanager
+def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """A text file, its errors turned into `DataError`."""
+    try:
+        with open(path, encoding="utf-8-sig", newline=newline) as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} near byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers and lines. Blank lines may only come at the end: elsewhere a length may have been lost."""
+    blank = 0
+    for number, line in enumerate(file, 1):
+        text = line.strip()
+        if not text:
+            blank = blank or number
+        elif blank:
+            raise DataError(f"{path}, line {blank}: blank line inside of the file")
+        else:
+            yield number, text
+
+
+def _whole(value: object, path: Path, where: str) -> int:
+    """A length: an int, or a string of decimal digits, of at least 0 and below 2^63."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,19}", value):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise DataError(f"{path}, {where}: {str(value)[:40]!r} is no length: must be a whole number from 0 to 2^63 - 1")
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _array(values: Any) -> IntArray:
+    return np.fromiter(values, np.int64)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of the documents, and what they hold of all."""
+
+    low: int
+    """Longer than this many tokens ..."""
+    high: int
+    """... and at most this many."""
+    documents: int
+    document_share: float
+    token_share: float
+    attention_share: float
+    """Share of the sum of squared lengths, to which the work of causal attention is proportional."""
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Lengths of documents in tokens; documents without tokens count in ``empty`` only."""
+
+    documents: int
+    empty: int
+    tokens: int
+    mean: float
+    shortest: int
+    longest: int
+    quantiles: dict[float, int]
+    """Smallest length that at least this fraction of the documents does not exceed."""
+    buckets: tuple[Share, ...]
+    """Documents by length: up to 64 tokens, then up to each power of two; the first and the last are not empty."""
+    tail: tuple[Share, ...]
+    """What is longer than each length of `TAIL_FROM`, as far as there is any."""
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Lengths in ascending order, and sums over the first i of them, shape [documents] and [documents + 1]."""
+
+    lengths: IntArray
+    tokens: IntArray
+    squares: npt.NDArray[np.float64]
+    """Floats, because the sum of squares can exceed int64."""
+
+    def share(self, low: int, high: int) -> Share:
+        """Documents longer than ``low`` and at most ``high``."""
+        begin, end = (int(np.searchsorted(self.lengths, edge, side="right")) for edge in (low, high))
+        documents = end - begin
+        token_share, attention_share = (float((s[end] - s[begin]) / s[-1]) for s in (self.tokens, self.squares))
+        return Share(low, high, documents, documents / self.lengths.size, token_share, attention_share)
+
+
+def summarize_lengths(lengths: IntArray) -> LengthSummary:
+    """Summary of document lengths, int64 [documents]. Raises `DataError` if there is not a single token."""
+    present = np.sort(lengths[lengths > 0])
+    if present.size == 0:
+        raise DataError(f"not a single token in {lengths.size} documents")
+    zero = np.zeros(1, np.int64)
+    squares = np.cumsum(np.square(present, dtype=np.float64))
+    ordered = _Sorted(present, np.concatenate([zero, np.cumsum(present)]), np.concatenate([zero, squares]))
+    longest, tokens = int(present[-1]), int(ordered.tokens[-1])
+    ends = [1 << k for k in range(_FIRST_BUCKET, 64) if 1 << k < 2 * longest] or [1 << _FIRST_BUCKET]
+    buckets = [ordered.share(low, high) for low, high in itertools.pairwise([0, *ends])]
+    while not buckets[0].documents:
+        buckets.pop(0)
+    return LengthSummary(
+        documents=int(present.size),
+        empty=int(lengths.size - present.size),
+        tokens=tokens,
+        mean=tokens / present.size,
+        shortest=int(present[0]),
+        longest=longest,
+        quantiles={q: int(np.quantile(present, q, method="inverted_cdf")) for q in QUANTILES},
+        buckets=tuple(buckets),
+        tail=tuple(ordered.share(low, longest) for low in TAIL_FROM if low < longest),
+    )
+
+
+def render_lengths(summary: LengthSummary, name: str) -> str:
+    """The summary as a table with a histogram of tokens and of attention work, at most 120 columns wide."""
+    empty = f" (and {summary.empty:,} empty ones)" if summary.empty else ""
+    columns = {f"{100 * q:g} %": value for q, value in summary.quantiles.items()}
+    columns = {"shortest": summary.shortest, **columns, "longest": summary.longest}
+    lines = [
+        f"{name}: {summary.documents:,} documents{empty}, {summary.tokens:,} tokens, mean {summary.mean:,.1f}",
+        "",
+        "".join(f"{title:>11}" for title in columns),
+        "".join(f"{value:>11,}" for value in columns.values()),
+        "",
+        f"{'up to':>11}{'documents':>12}{'share %':>9}{'tokens %':>10}{'attention %':>13}  "
+        f"{'# tokens':<{_BAR}} = attention work (sum of squares)",
+    ]
+    for share in summary.buckets:
+        tokens, attention = (round(_BAR * part) for part in (share.token_share, share.attention_share))
+        lines.append(f"{_row(format_size(share.high), share)}  {'#' * tokens:<{_BAR}} {'=' * attention}")
+    if summary.tail:
+        lines += ["", f"{'longer than':>11}"]
+        lines += [_row(format_size(share.low), share) for share in summary.tail]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(label: str, share: Share) -> str:
+    percent = (100 * part for part in (share.document_share, share.token_share, share.attention_share))
+    return f"{label:>11}{share.documents:>12,}" + "".join(
+        f"{part:>{width}.2f}" for part, width in zip(percent, (9, 10, 13), strict=True)
+    )
