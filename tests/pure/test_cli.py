@@ -1,0 +1,255 @@
+"""The command line in this process, and once in another one without torch: output, files, exit codes, messages."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_hdp import cli
+from megatron_hdp.data.corpus import TokenBudget, open_corpus
+from megatron_hdp.data.indexed import write_indexed
+from megatron_hdp.mixes import draw, parse_mix
+from megatron_hdp.plan_report import PlanOptions, plan_step
+from megatron_hdp.planner import check, plan, summarize
+from megatron_hdp.types import Plan
+
+BYTED = "--ranks 8 --tokens-per-rank 8K --context 32K --batch-tokens 512K --lengths byted".split()
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr)"""
+    code = cli.main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def printed(out, label):
+    """Numbers that stand behind a label."""
+    line = next(line for line in out.splitlines() if line.startswith(label))
+    return [float(word.replace(",", "")) for word in line.removeprefix(label).split()]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    lengths = np.random.RandomState(0).geometric(0.005, 2000)
+    lengths[5] = 9000
+    write_indexed(tmp_path / "corpus", [np.zeros(v, np.int64) for v in lengths], np.uint16)
+    return tmp_path / "corpus.idx"
+
+
+def test_lengths_of_a_corpus(capsys, corpus):
+    code, out, err = run(capsys, "lengths", corpus)
+    assert (code, err) == (0, "")
+    tokens = open_corpus([corpus.with_suffix("")], context=1, seed=0, size=TokenBudget(1)).tokens
+    assert f"2,000 documents, {tokens:,} tokens" in out
+    assert re.search(r"^ +16K +1 .* #", out, re.M)
+
+
+def test_lengths_of_a_mix(capsys):
+    code, out, err = run(capsys, "lengths", "github", "--documents", "8K", "--seed", 3)
+    assert (code, err) == (0, "")
+    total = int(parse_mix("github").sample(np.random.RandomState(3), 8192).sum())
+    assert f"github: 8,192 documents, {total:,} tokens" in out
+    assert "Figure 4 of ByteScale" in out
+
+
+def test_lengths_of_a_named_field(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text("name,n\nx,70\ny,30\n")
+    code, out, _ = run(capsys, "lengths", tmp_path / "a.csv", "--field", "n")
+    assert code == 0
+    assert "2 documents, 100 tokens" in out
+
+
+@pytest.mark.parametrize("flags", [[], ["--algorithm", "static"], "--stages 2 --virtual-stages 2".split()])
+def test_plan_of_one_step(capsys, tmp_path, flags):
+    out_file = tmp_path / "plan.json"
+    code, out, err = run(capsys, "plan", *BYTED, *flags, "--json", out_file)
+    assert (code, err) == (0, "")
+    settings = {name[2:].replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2])}
+    stages = {name: int(value) for name, value in settings.items() if "stages" in name}
+    others = {"balance": "pp"} if stages else settings
+    lengths = draw(parse_mix("byted"), 512 << 10, 32 << 10, (1234, 0))
+    expected = plan(lengths, 8, 8192, **others, **stages)
+    written = Plan.from_json(out_file.read_text())
+    assert written == expected
+    assert out_file.read_text() == expected.to_json() + "\n"
+    check(written, **stages)
+    summary = summarize(expected)
+    assert printed(out, "sequences") == [summary.sequences]
+    assert printed(out, "tokens") == [512 << 10]
+    assert printed(out, "padding, % of tokens held") == [pytest.approx(100 * summary.padding_fraction, abs=5e-5)]
+    assert printed(out, "micro-batches, rank with fewest") == [summary.microbatches_min]
+    assert printed(out, "micro-batches, rank with most") == [summary.microbatches_max]
+    assert printed(out, "imbalance: busiest rank / mean work") == [pytest.approx(summary.imbalance, abs=5e-5)]
+    assert printed(out, "span / mean work") == [pytest.approx(summary.span_over_mean, abs=5e-5)]
+    assert printed(out, "peers of a rank, most") == [summary.peers_max]
+    assert printed(out, "plan time, ms")[0] > 0
+    assert f"digest {expected.digest().hex()}" in out
+    rows = re.findall(r"^(\d+)(?: - (\d+))? +([\d,]+) +[\d.]+ +[\d.]+", out, re.M)
+    dull = {}
+    for low, high, count in rows:
+        dull[int(high or low)] = int(count.replace(",", ""))
+    tops = {top: sum(1 for size in expected.ring_size if top // 2 < size <= top) for top in (1, 2, 4, 8)}
+    assert dull == {top: count for top, count in tops.items() if count}
+
+
+def test_plans_of_several_steps(capsys, tmp_path):
+    out_file = tmp_path / "plans.json"
+    code, out, err = run(capsys, "plan", *BYTED, "--steps", 3, "--seed", 5, "--json", out_file)
+    assert (code, err) == (0, "")
+    plans = [plan(draw(parse_mix("byted"), 512 << 10, 32 << 10, (5, step)), 8, 8192) for step in range(3)]
+    written = json.loads(out_file.read_text())
+    assert [Plan.from_json(json.dumps(p)) for p in written] == plans
+    assert out_file.read_text().splitlines()[1].rstrip(",") == plans[0].to_json()
+    low, median, high = sorted(p.num_sequences for p in plans)
+    assert printed(out, "sequences") == [low, median, high]
+    imbalances = sorted(summarize(p).imbalance for p in plans)
+    assert printed(out, "imbalance: busiest rank / mean work") == pytest.approx(imbalances, abs=5e-5)
+    again = run(capsys, "plan", *BYTED, "--steps", 3, "--seed", 5)[1]
+    digest = re.search(r"digest of all 3 digests ([0-9a-f]{64})", out)[1]
+    assert digest in again
+    assert digest not in run(capsys, "plan", *BYTED, "--steps", 3, "--seed", 6)[1]
+
+
+def test_hops_equal_a_dull_walk_over_pieces():
+    lengths = np.array([30000, 5, 8193, 100, 20000])
+    step = plan_step(lengths, PlanOptions(4, 8192, "hdp", "dp", 1, 1))
+    planned = plan(lengths, 4, 8192)
+    hops = sum(
+        piece.real_tokens * (piece.ring.size - 1)
+        for rank in planned
+        for micro_batch in rank
+        for piece in micro_batch.pieces
+    )
+    assert step.hops == pytest.approx(hops / lengths.sum())
+    assert step.hops > 1
+
+
+def test_steps_of_a_corpus_are_those_of_training(capsys, corpus, tmp_path):
+    out_file = tmp_path / "plans.json"
+    flags = "--ranks 4 --tokens-per-rank 1K --context 4K --batch-tokens 32K --steps 2 --seed 7".split()
+    for name in (corpus, corpus.with_suffix("")):
+        code, _, err = run(capsys, "plan", "--lengths", name, *flags, "--json", out_file)
+        assert (code, err) == (0, "")
+        run_corpus = open_corpus([corpus.with_suffix("")], context=4096, seed=7, size=TokenBudget(32 << 10))
+        steps = [p["lengths"] for p in json.loads(out_file.read_text())]
+        assert steps == [run_corpus.batch(step).lengths.tolist() for step in range(2)]
+
+
+def changed(**flags):
+    """The flags of `BYTED`, some of them changed."""
+    base = dict(zip(BYTED[::2], BYTED[1::2]))
+    base.update({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
+    return [word for pair in base.items() for word in pair]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lengths", "gone.txt"], "gone.txt: no such file"),
+        (["lengths", "commoncrawl"], "commoncrawl: no such file.*byted, github"),
+        (["lengths", "lognormal:1,2"], "give four numbers"),
+        (["lengths", "byted", "--documents", "many"], "--documents is 'many'"),
+        (["lengths", "byted", "--documents", "1G"], "--documents is 1,073,741,824: draw at most"),
+        (["lengths", "byted", "--seed", "-1"], "--seed is -1"),
+        (["lengths", "byted", "--field", "n"], "--field n: a mix has no fields"),
+        (["plan", *changed(field="n")], "--field n: a mix has no fields"),
+        (["plan", *changed(tokens_per_rank="8Q")], "--tokens-per-rank is '8Q'.*8K or 2M"),
+        (["plan", *changed(tokens_per_rank="8191")], "--tokens-per-rank is 8191.*so use 8190 or 8192"),
+        (["plan", *changed(context="x")], "--context is 'x'"),
+        (["plan", *changed(batch_tokens="-5K")], "--batch-tokens is '-5K'"),
+        (["plan", *changed(batch_tokens="4G")], "--batch-tokens is 4,294,967,296.*int32"),
+        (["plan", *changed(ranks="0")], "--ranks is 0"),
+        (["plan", *changed(ranks="-1")], "--ranks is -1"),
+        (["plan", *changed(ranks="3")], "--ranks to at least 4, --tokens-per-rank to at least 10,924, or --context"),
+        (["plan", *changed(steps="0")], "--steps is 0"),
+        (["plan", *changed(seed="4294967296")], "--seed is 4294967296"),
+        (["plan", *changed(algorithm="magic")], "--algorithm is 'magic': choose one of hdp, static"),
+        (["plan", *changed(balance="none")], "--balance is 'none': choose one of dp, pp"),
+        (["plan", *changed(balance="dp", stages="2")], "--balance dp with 2 pipeline stages"),
+        (["plan", *changed(virtual_stages="2")], "virtual_stages is 2 with one pipeline stage"),
+        (["plan", *changed(lengths="nothing")], "nothing: no such file"),
+        (["plan", *changed(json="no/such/folder/out.json")], "no folder no/such/folder"),
+    ],
+)
+def test_bad_requests_end_with_2_and_one_line(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert re.search(f"^megatron-hdp: .*{message}", err)
+    assert err.count("\n") == 1
+    assert "--hdp-" not in err
+
+
+def test_a_step_that_could_be_empty_names_this_commands_flag(capsys, corpus):
+    flags = "--ranks 4 --tokens-per-rank 8K --context 16K --batch-tokens 1K".split()
+    code, _, err = run(capsys, "plan", "--lengths", corpus, *flags)
+    assert code == 2
+    assert "set --batch-tokens to at least 9000" in err
+
+
+def test_output_that_cannot_be_written(capsys, tmp_path):
+    code, _, err = run(capsys, "plan", *BYTED, "--json", tmp_path)
+    assert code == 2
+    assert f"--json {tmp_path}: cannot be written" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["plan", "--lengths", "byted"], ["plan", *changed(ranks="many")], ["lengths"], []]
+)
+def test_what_the_parser_refuses_also_ends_with_2(arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["lengths", "plan"])
+def test_help_states_the_units(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "1024, 1024^2 and 1024^3" in words
+    if command == "plan":
+        assert "measured on this machine" in words
+        assert "not yet in seconds" in words
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "megatron"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Blocked())
+from megatron_hdp.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_in_a_process_without_torch_and_megatron(capsys, corpus):
+    flags = [
+        "plan",
+        "--lengths",
+        str(corpus),
+        *"--ranks 2 --tokens-per-rank 8K --context 16K --batch-tokens 32K".split(),
+    ]
+    alone = subprocess.run([sys.executable, "-c", BLOCKED, *flags], capture_output=True, text=True, timeout=60)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    _, here, _ = run(capsys, *flags)
+
+    def timeless(text):
+        return [line for line in text.splitlines() if not line.startswith("plan time")]
+
+    assert timeless(alone.stdout) == timeless(here)
+    bad = subprocess.run(
+        [sys.executable, "-c", BLOCKED, "lengths", "gone.csv"], capture_output=True, text=True, timeout=60
+    )
+    assert bad.returncode == 2
+    assert bad.stdout == ""
+    assert "gone.csv: no such file" in bad.stderr
+    assert "Traceback" not in bad.stderr
