@@ -151,6 +151,8 @@ def test_parquet_reads_numbers_and_lists(tmp_path):
     ("columns", "field", "message"),
     [
         ({"length": [1, 2, -3]}, None, "row 3: length -3"),
+        ({"length": [1] * 140_000 + [-3]}, None, "row 140001: length -3"),
+        ({"length": [1] * 140_000 + [None]}, None, "row 140001: column 'length' has no value"),
         ({"length": [1, None, 3]}, None, "row 2: column 'length' has no value"),
         ({"tokens": [[1], None]}, None, "row 2: column 'tokens' has no value"),
         ({"length": [1.0, 2.0]}, None, "column 'length' holds double"),

@@ -8,7 +8,7 @@ import pytest
 from megatron_hdp.data.corpus import TokenBudget, open_corpus
 from megatron_hdp.data.indexed import write_indexed
 from megatron_hdp.errors import ConfigError
-from megatron_hdp.mixes import NAMES, corpus_batches, draw, is_mix, lognormal_mix, mix_batches, parse_mix
+from megatron_hdp.mixes import NAMES, bucket_mix, corpus_batches, draw, is_mix, lognormal_mix, mix_batches, parse_mix
 
 ALL = ["byted", "github", "wikipedia-like", "lognormal:128,8K,1K,1.5"]
 
@@ -45,6 +45,13 @@ def test_byted_has_the_published_shares_of_documents():
     assert np.mean(lengths <= 4096) == pytest.approx(0.80, rel=0.06)  # "about 80 %"
     assert np.mean(lengths > 65536) == pytest.approx(0.01, rel=0.05)  # the 128K bar and up
     assert np.mean(lengths > 1 << 20) == pytest.approx(0.0005, rel=0.1)
+
+
+def test_buckets_of_unequal_width_hold_their_shares():
+    mix = bucket_mix("mine", "this test", [50, 100, 1000, 30_000], [1, 2, 5])
+    lengths = mix.sample(np.random.RandomState(0), 1 << 20)
+    tokens = np.bincount(np.searchsorted([100, 1000, 30_000], lengths), weights=lengths)
+    np.testing.assert_allclose(tokens / tokens.sum(), [1 / 8, 2 / 8, 5 / 8], rtol=0.03)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
