@@ -1,0 +1,548 @@
+"""The cost model against the paper's figures, against a step-by-step walk of the ring, and against damaged profiles."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.cost import CostModel, Profile, Tier, load_profile, profile_names
+from megatron_hdp.cost import calibrate as c
+from megatron_hdp.cost.area import own_area, step_area
+from megatron_hdp.cost.fixed import fixed, scaled
+from megatron_hdp.errors import ConfigError, PlanError
+from megatron_hdp.types import chunk_tokens
+
+REPOSITORY = Path(__file__).parents[2]
+BYTESCALE, H100 = load_profile("bytescale"), load_profile("h100")
+INSIDE, ACROSS = Tier.INSIDE_NODE, Tier.ACROSS_NODES
+K = 1024
+
+MODELS = [
+    CostModel(BYTESCALE, 32),
+    CostModel(BYTESCALE, 3, recompute="full", layer="figure-21"),
+    CostModel(H100, 10, layer="llama-70b", pad_multiple=8),
+    CostModel(H100, 1, window=4096),
+    CostModel(H100, 8, window=50_000, recompute="full", layer="mixtral-8x7b"),
+]
+
+
+# A dull walk of the ring
+
+
+def seen(queries, keys, window):
+    """Area of the mask between two spans of token positions: row by row, exact because rows are linear in between."""
+
+    def row(x):
+        low = keys[0] if window is None else max(keys[0], x - window)
+        return max(0, min(x, keys[1]) - low)
+
+    return sum(row(x) + row(x + 1) for x in range(*queries)) / 2
+
+
+def busiest(size, chunk, window, step):
+    """Twice the area that the busiest rank computes at a step, by looking at every rank and pair of chunks."""
+
+    def spans(position):
+        return [(p * chunk, (p + 1) * chunk) for p in (position, 2 * size - 1 - position)]
+
+    return 2 * max(
+        sum(seen(q, k, window) for q in spans(rank) for k in spans((rank - step) % size)) for rank in range(size)
+    )
+
+
+def walk(model, length, size, tier, phase):
+    """Seconds of one piece in floats, straight from the profile's decimals, one step and one transfer at a time."""
+    layer = model.layer_profile
+    link = (model.profile.inside_node, model.profile.across_nodes)[tier]
+    chunk = chunk_tokens(length, size, model.pad_multiple)
+    tokens = 2 * chunk
+
+    def transfer(bytes_per_token):
+        return link.latency + bytes_per_token * tokens / link.bandwidth
+
+    def one_pass(forward):
+        a = layer.attention_forward * (1 if forward else layer.attention_backward_factor)
+        linear = layer.linear_forward * (1 if forward else layer.linear_backward_factor)
+        time = 0.0
+        for step in range(size):
+            moving = 0.0
+            if step < size - 1:
+                moving += layer.kv_per_token
+            if not forward and step > 0:
+                moving += layer.kv_gradient_per_token
+            compute = a * busiest(size, chunk, model.window, step)
+            time += max(compute, transfer(moving)) if moving else compute
+        if size > 1 and not forward:
+            time += transfer(layer.kv_gradient_per_token)
+        return time + linear * tokens + layer.sequence_constant
+
+    forward = model.layers_per_stage * one_pass(True)
+    backward = model.layers_per_stage * one_pass(False) + (forward if model.recompute == "full" else 0)
+    return {"forward": forward, "backward": backward, "total": forward + backward}[phase]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 30), st.none() | st.integers(1, 700))
+def test_areas_are_those_of_the_busiest_rank(size, chunk, window):
+    for step in range(size):
+        area = own_area(chunk, window) if step == 0 else step_area(chunk, window, min(step, size - step))
+        assert area == busiest(size, chunk, window, step)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(MODELS),
+    st.integers(1, 6000),
+    st.integers(1, 12),
+    st.sampled_from(Tier),
+    st.sampled_from(["forward", "backward", "total"]),
+    st.none() | st.integers(1, 3000),
+)
+def test_closed_form_equals_a_walk_of_the_ring(model, length, size, tier, phase, window):
+    model = replace(model, window=window)
+    exact = walk(model, length, size, tier, phase)
+    assert model.seconds(length, size, tier, phase) == pytest.approx(exact, rel=1e-4, abs=1e-10)
+
+
+def test_closed_form_equals_the_packed_loop_for_one_sequence_on_wide_rings():
+    for model in MODELS:
+        for size in (1, 2, 3, 16, 97, 256):
+            for phase in ("forward", "backward", "total"):
+                packed = model.packed_attention_picoseconds([300_000], size, ACROSS, phase)
+                assert packed == model.attention_picoseconds(300_000, size, ACROSS, phase)
+
+
+def test_a_pack_moves_its_slices_together_and_adds_their_work():
+    model = CostModel(BYTESCALE, 1)
+    step = model.layer_profile.attention_forward * (1000**2 + 3000**2)
+    link, layer = BYTESCALE.across_nodes, model.layer_profile
+    transfer = link.latency + 4000 * layer.kv_per_token / link.bandwidth
+    packed = model.packed_attention_picoseconds([8000, 24000], 8, phase="forward")
+    assert packed == pytest.approx(1e12 * (7 * max(step, transfer) + step), rel=1e-5)
+
+
+# The paper's figures
+
+
+def test_figure_18_rings():
+    model = CostModel(BYTESCALE, 1)
+    static = model.packed_attention_picoseconds([256 * K] * 8, 256, phase="forward") / 1e9
+    ring = model.attention_picoseconds(312 * K, 39, phase="forward") / 1e9
+    assert static == pytest.approx(383, rel=0.002)
+    assert static == pytest.approx(405, rel=0.06)
+    assert ring == pytest.approx(109, rel=0.003)
+    assert ring == pytest.approx(110, rel=0.01)
+    assert model.hides(312 * K, 39)
+    mlp = model.layer_profile.linear_forward * 8192 * 1e3
+    assert static / (static + mlp) == pytest.approx(0.976, abs=0.003)
+
+
+def test_a_static_ring_hides_its_transfers_only_for_about_a_million_tokens():
+    """Sequences of L tokens that fill a 2M ring compute for t_block L / 2M per step, so L must be 2M t_x / t_block."""
+    model = CostModel(BYTESCALE, 1)
+    link, layer = BYTESCALE.across_nodes, model.layer_profile
+    block = 1e3 * layer.attention_forward * 8192**2
+    transfer = 1e3 * (link.latency + 8192 * layer.kv_per_token / link.bandwidth)
+    assert 2048 * transfer / block == pytest.approx(1100, rel=0.01)
+    whole = model.packed_attention_picoseconds([2048 * K], 256, phase="forward") / 1e9
+    assert whole == pytest.approx(256 * block, rel=1e-5)
+    halves = model.packed_attention_picoseconds([1024 * K] * 2, 256, phase="forward") / 1e9
+    assert halves == pytest.approx(255 * transfer + block / 2, rel=1e-5)
+
+
+def test_figure_6a_within_ten_percent():
+    model = CostModel(BYTESCALE, 1, layer="figure-6a")
+    tokens = K * np.array(list(c.FIGURE_6A))
+    predicted = (model.picoseconds(tokens, phase="forward") + model.microbatch_picoseconds("forward")) / 1e9
+    np.testing.assert_allclose(predicted, np.sum(list(c.FIGURE_6A.values()), axis=1), rtol=0.1)
+    (quadratic, linear, constant), (mlp, mlp_constant) = c.fit_figure_6a()
+    attention = 1e3 * (quadratic * tokens**2.0 + linear * tokens + constant)
+    np.testing.assert_allclose(attention, [pair[0] for pair in c.FIGURE_6A.values()], rtol=0.1)
+    np.testing.assert_allclose(
+        1e3 * (mlp * tokens + mlp_constant), [pair[1] for pair in c.FIGURE_6A.values()], rtol=0.1
+    )
+
+
+def figure_21(offload, recompute="none"):
+    model = CostModel(BYTESCALE, 32, layer="figure-21", recompute=recompute)
+    rest, _ = c.fit_figure_21_memory()
+    time = model.picoseconds(65536) + model.microbatch_picoseconds()
+    time += model.offload_stall_picoseconds(65536, offload=offload)
+    return time / 1e12, (rest + model.bytes(65536, 1, offload)) / 1e9
+
+
+def test_figure_21_order_and_values():
+    rows = {r: figure_21(r) for r in c.FIGURE_21_SECONDS}
+    recompute = figure_21(0.0, "full")
+    assert rows[0.0][0] == rows[0.5][0] < rows[0.6][0] < rows[0.8][0] < rows[1.0][0] < recompute[0]
+    assert rows[0.0][1] > rows[0.5][1] > rows[0.6][1] > rows[0.8][1] > rows[1.0][1]
+    for r, (seconds, gigabytes) in rows.items():
+        assert seconds == pytest.approx(c.FIGURE_21_SECONDS[r], rel=0.02)
+        assert gigabytes == pytest.approx(c.FIGURE_21_GB[r], rel=0.06)
+    assert recompute[0] == pytest.approx(c.FIGURE_21_RECOMPUTE_SECONDS, rel=0.02)
+    assert recompute[1] == pytest.approx(c.FIGURE_21_RECOMPUTE_GB, rel=0.06)
+
+
+def test_free_offload_is_half_at_64k_and_all_at_256k():
+    model = CostModel(BYTESCALE, 32, layer="figure-21")
+    free = model.largest_free_offload([65536, 262144])
+    assert 0.5 <= free[0] < 0.6
+    assert free[1] == 1.0
+    assert model.offload_stall_picoseconds(65536, offload=free[0]) == 0
+    assert model.offload_stall_picoseconds(65536, offload=free[0] + 2 / 1024) > 0
+
+
+def test_shipped_files_are_what_the_calibration_computes():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/profiles.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "405" in done.stdout
+
+
+def test_nonnegative_least_squares_beats_every_other_point():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        matrix, target = rng.normal(size=(8, 3)), rng.normal(size=8)
+        best = c.nonnegative_least_squares(matrix, target)
+        assert np.all(best >= 0)
+        error = np.sum((matrix @ best - target) ** 2)
+        for other in np.abs(best + rng.normal(scale=0.3, size=(200, 3))):
+            assert error <= np.sum((matrix @ other - target) ** 2)
+
+
+def test_h100_is_what_its_data_sheet_says():
+    """One H100 does 989 TFLOP/s at best; the profile's forward pass of 7B must do the stated share of that."""
+    layer = H100.layer("llama-7b")
+    tokens = 65536
+    attention = 4 * tokens**2 / 2 * 4096 / (layer.attention_forward * tokens**2)
+    assert attention / 989e12 == pytest.approx(0.5, rel=1e-4)
+    weights = 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 11008
+    assert 2 * weights / layer.linear_forward / 989e12 == pytest.approx(0.6, rel=1e-4)
+    assert H100.across_nodes.bandwidth < 400e9 / 8
+    assert H100.inside_node.bandwidth < 900e9 / 2
+
+
+# Properties
+
+
+def test_local_cost_is_the_formula_in_seconds():
+    """Units: 8192 tokens of llama-7b on ByteScale's cluster, by hand."""
+    model = CostModel(BYTESCALE, 32)
+    by_hand = 32 * (2.8e-3 + 10e-3 + model.layer_profile.sequence_constant)
+    assert model.seconds(8192, phase="forward") == pytest.approx(by_hand, rel=1e-5)
+    assert model.picoseconds(8192, phase="forward") == pytest.approx(1e12 * by_hand, rel=1e-5)
+    assert model.bytes(8192) == pytest.approx(8192 * 32 * model.layer_profile.activation_per_token, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_vectorised_equals_scalar(model):
+    lengths = np.array([1, 2, 777, 8192, 100_001, 2_000_000])
+    rings = np.array([[1], [2], [3], [8], [39]])
+    tiers = np.array([0, 1, 1, 0, 1, 1])
+    for phase in ("forward", "backward", "total"):
+        grid = model.picoseconds(lengths, rings, tiers, phase)
+        hidden = model.hides(lengths, rings, tiers, phase)
+        assert grid.dtype == np.int64
+        assert grid.shape == hidden.shape == (5, 6)
+        for i, ring in enumerate(rings[:, 0].tolist()):
+            for j, (length, tier) in enumerate(zip(lengths.tolist(), tiers.tolist())):
+                assert model.picoseconds(length, ring, tier, phase) == grid[i, j]
+                assert model.hides(length, ring, tier, phase) == hidden[i, j]
+    widest = model.widest_hiding_ring(lengths, tiers, max_ring=64)
+    assert widest.tolist() == [
+        int(model.widest_hiding_ring(s, t, max_ring=64)) for s, t in zip(lengths.tolist(), tiers.tolist())
+    ]
+    offloads = np.linspace(0, 1, 6)
+    assert model.bytes(lengths, 3, offloads).tolist() == [
+        int(model.bytes(s, 3, r)) for s, r in zip(lengths.tolist(), offloads.tolist())
+    ]
+    assert model.smallest_ring(lengths, 8192, offloads).tolist() == [
+        int(model.smallest_ring(s, 8192, r)) for s, r in zip(lengths.tolist(), offloads.tolist())
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_monotone(model):
+    lengths = np.arange(1, 400_000, 997)
+    for ring in (1, 2, 7, 64):
+        assert np.all(np.diff(model.picoseconds(lengths, ring)) >= 0)
+        assert np.all(np.diff(model.bytes(lengths, ring, 0.4)) >= 0)
+        assert np.all(model.picoseconds(lengths, ring, INSIDE) <= model.picoseconds(lengths, ring, ACROSS))
+    assert np.all(np.diff(model.bytes(400_000, 4, np.linspace(0, 1, 50))) <= 0)
+    assert np.all(np.diff(model.smallest_ring(400_000, 8192, np.linspace(0, 1, 50))) <= 0)
+    assert np.all(np.diff(model.smallest_ring(lengths, 8192, 0.3)) >= 0)
+    windows = [replace(model, window=w).picoseconds(100_000, 5) for w in (1, 100, 5_000, 50_000, 10**6, None)]
+    assert windows == sorted(windows)
+    assert windows[-1] == windows[-2]
+    assert windows[-1] > windows[0]
+
+
+def test_phases_add_up_and_recompute_runs_forward_again():
+    plain, again = CostModel(H100, 4), CostModel(H100, 4, recompute="full")
+    for ring in (1, 5):
+        forward, backward = (plain.picoseconds(50_000, ring, phase=phase) for phase in ("forward", "backward"))
+        assert plain.picoseconds(50_000, ring) == forward + backward
+        assert again.picoseconds(50_000, ring, phase="forward") == forward
+        assert again.picoseconds(50_000, ring, phase="backward") == forward + backward
+    assert again.microbatch_picoseconds("backward") == 2 * plain.microbatch_picoseconds("backward")
+    assert again.bytes(50_000) < plain.bytes(50_000)
+
+
+def test_grouped_query_attention_moves_less():
+    layer = H100.layer()
+    wide = replace(layer, kv_per_token=4 * layer.kv_per_token, kv_gradient_per_token=4 * layer.kv_gradient_per_token)
+    full = CostModel(replace(H100, layers={"llama-7b": wide}), 1)
+    grouped = CostModel(H100, 1)
+    assert grouped.widest_hiding_ring(10**6) > 3 * full.widest_hiding_ring(10**6)
+    assert grouped.picoseconds(32_768, 8) < full.picoseconds(32_768, 8)
+    assert grouped.picoseconds(32_768, 1) == full.picoseconds(32_768, 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tier", Tier)
+def test_hides_means_that_slower_links_would_not_and_free_ones_do_not_matter(model, tier):
+    """Dull twin: with links that take no time the ring costs the same, but for the gradients' last hop."""
+    free = replace(model.profile.across_nodes, latency=0.0, bandwidth=1e30)
+    instant = replace(model, profile=replace(model.profile, inside_node=free, across_nodes=free))
+    sizes = np.arange(2, 70)
+    for length in (5_000, 40_000, 300_000, 2_000_000):
+        for phase, direction in (("forward", 0), ("backward", 1)):
+            if model.recompute == "full" and phase == "backward":
+                continue  # holds for both passes together
+            waits = model.attention_picoseconds(length, sizes, tier, phase)
+            waits = waits - instant.attention_picoseconds(length, sizes, tier, phase)
+            home = model._transfers(model.piece_tokens(length, sizes), tier, direction)[2]
+            assert np.array_equal(model.hides(length, sizes, tier, phase), waits == home)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_widest_hiding_ring_is_where_hiding_ends(model):
+    sizes = np.arange(1, 301)
+    answers = set()
+    for tier in Tier:
+        for length in (1, 2, 3_000, 30_000, 123_456, 500_000):
+            limit = min(300, -(-length // model.pad_multiple))
+            hidden = model.hides(length, sizes[:limit], tier)
+            widest = int(np.argmin(hidden)) if not hidden.all() else limit
+            assert model.widest_hiding_ring(length, tier, max_ring=300) == widest
+            answers.add(widest)
+    assert len(answers) > 1
+
+
+def test_tiers_follow_nodes():
+    model = CostModel(BYTESCALE, 32)
+    assert model.ranks_per_node == 4
+    assert CostModel(H100, 1, layer="llama-70b").ranks_per_node == 1
+    assert model.tier([0, 0, 3, 4, 3], [4, 5, 1, 4, 2]).tolist() == [INSIDE, ACROSS, INSIDE, INSIDE, ACROSS]
+
+
+# Memory
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(MODELS[:3]),
+    st.integers(1, 3_000_000),
+    st.integers(1, 4096),
+    st.integers(0, OFFLOAD := 1024),
+    st.integers(0, 10**8),
+)
+@example(MODELS[0], 312 * K, 1024, 0, 0)
+def test_smallest_ring_is_the_first_that_fits(model, length, units, steps, constant):
+    layer = replace(model.layer_profile, activation_constant=float(constant))
+    name = model.layer or model.profile.default_layer
+    model = replace(model, profile=replace(model.profile, layers={name: layer}), layer=name)
+    capacity, offload = units * model.pad_multiple, steps / OFFLOAD
+    size = int(model.smallest_ring(length, capacity, offload))
+    assert model.bytes(length, size, offload) <= model.bytes(capacity)
+    if size > 1:
+        assert model.bytes(length, size - 1, offload) > model.bytes(capacity)
+    if steps == 0:
+        assert size == -(-length // capacity)
+
+
+def test_smallest_ring_is_the_papers_d():
+    """D(s, r) = ceil((2 + (1 - r)(l - 2)) Act(s) / (l Act(C))) in exact fractions; ours counts padding."""
+    model = CostModel(BYTESCALE, 32)
+    for length in range(8192, 2048 * K, 8192 * 13):
+        for steps in (0, 100, 512, 900, 1024):
+            r = Fraction(steps, 1024)
+            paper = -(-(2 + (1 - r) * 30) * length // (32 * 8192))
+            assert abs(model.smallest_ring(length, 8192, float(r)) - paper) <= paper // 2000  # pieces are even
+    assert model.smallest_ring(2048 * K, 8192, 1.0) == 2 * 256 // 32
+    assert model.held_fraction([0.0, 1.0]).tolist() == [1.0, 2 / 32]
+
+
+def test_stages_of_two_layers_keep_everything():
+    model = CostModel(BYTESCALE, 2)
+    assert model.bytes(10_000, 1, 1.0) == model.bytes(10_000)
+    assert model.offload_stall_picoseconds(10_000, offload=1.0) == 0
+
+
+# Integers
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 2**62), st.integers(0, 2**50 - 1))
+def test_scaled_is_the_exact_floor_wherever_it_fits(count, coefficient):
+    count = min(count, (2**62 << 12) // max(coefficient, 1), 2**62)
+    assert scaled(np.int64(count), coefficient) == count * coefficient >> 12
+
+
+def test_fixed_rounds_once_half_to_even():
+    tick = Fraction(1, 4096 * 10**12)
+    assert [fixed(tick * x / 2, "x") for x in (0, 1, 3, 5)] == [0, 0, 2, 2]
+    with pytest.raises(ConfigError, match=r"attention_forward is 1000 s"):
+        fixed(Fraction(1000), "attention_forward")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_longest_lengths_do_not_wrap(model):
+    longest = model.max_length
+    assert longest > 4_000_000
+    for ring in (1, 2, 1000, 1_000_000):
+        assert model.picoseconds(longest, ring) > 0
+        assert model.picoseconds(longest, ring) >= model.picoseconds(longest // 2, ring)
+    exact = model.layers_per_stage * Fraction(model.layer_profile.attention_forward) * longest**2 * 10**12
+    if model.window is None:
+        assert model.attention_picoseconds(longest, 1, phase="forward") == pytest.approx(float(exact), rel=1e-4)
+    assert model.smallest_ring(longest, 8192) == -(-longest // 8192)
+    assert model.bytes(longest) > 0
+    assert 0 <= model.largest_free_offload(longest) <= 1
+    with pytest.raises(PlanError, match="for this profile and this many layers"):
+        model.picoseconds(longest + 1)
+
+
+def test_too_slow_a_profile_is_refused():
+    slow = replace(BYTESCALE.layer(), attention_forward=0.01)
+    with pytest.raises(ConfigError, match="check the units"):
+        CostModel(replace(BYTESCALE, layers={"llama-7b": slow}), 1)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers_per_stage": 0}, "layers_per_stage is 0"),
+        ({"window": 0}, "window is 0"),
+        ({"recompute": "some"}, "recompute is 'some'"),
+        ({"pad_multiple": 3}, "pad_multiple is 3"),
+        ({"layer": "gpt"}, "has no layer 'gpt'.*llama-7b"),
+    ],
+)
+def test_wrong_settings(change, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(MODELS[0], **change)
+
+
+def test_wrong_arguments():
+    model = MODELS[0]
+    for call, message in [
+        (lambda: model.picoseconds([5, 0]), "length is 0"),
+        (lambda: model.picoseconds(5, -1), "ring is -1"),
+        (lambda: model.picoseconds(5, 1, 2), r"tier is 2, must be in 0 .. 1"),
+        (lambda: model.picoseconds(5.0), "length must be whole numbers, got float64"),
+        (lambda: model.bytes(5, 1, 1.5), "offload is 1.5"),
+        (lambda: model.bytes(5, 1, float("nan")), "offload is nan"),
+        (lambda: model.smallest_ring(5, 1), "does not hold the smallest piece, 2 tokens"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            call()
+    with pytest.raises(ConfigError, match="phase is 'both'"):
+        model.picoseconds(5, phase="both")
+
+
+def test_round_trip(tmp_path):
+    assert profile_names() == ("bytescale", "h100")
+    for profile in (BYTESCALE, H100):
+        again = Profile.from_json(profile.to_json())
+        assert again == profile
+        assert again.digest() == profile.digest()
+        assert {CostModel(again, 2), CostModel(profile, 2)} == {CostModel(profile, 2)}
+        profile.save(tmp_path / "mine.json")
+        assert load_profile(tmp_path / "mine.json") == profile
+        assert profile.sources
+        assert profile.calibrated
+        assert profile.assumed
+    assert BYTESCALE.digest() != replace(BYTESCALE, date="2026-01-01").digest()
+
+
+def damage(path, value="remove"):
+    data = json.loads(BYTESCALE.to_json())
+    parent = data
+    for key in path[:-1]:
+        parent = parent[key]
+    if value == "remove":
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = value
+    return json.dumps(data)
+
+
+ATTENTION = ["layers", "llama-7b", "attention_forward"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "mine.json: not JSON"),
+        ("[]", "mine.json: field schema must be 1"),
+        ('{"schema": 1, "schema": 1}', "mine.json: field schema appears twice"),
+        (damage(["schema"], 2), "field schema must be 1"),
+        (damage(["date"]), "mine.json: field date is missing"),
+        (damage(["date"], 3), "field date must be a text"),
+        (damage(["speed"], 3), "field speed is unknown"),
+        (damage(["sources"], []), "field sources must be a list"),
+        (damage(["calibrated"], "all"), "field calibrated must be an object of texts"),
+        (damage(["gpus_per_node"], 0), "field gpus_per_node must be a whole number of at least 1"),
+        (damage(["gpus_per_node"], True), "field gpus_per_node must be a whole number"),
+        (damage(["layers"], {}), "field layers must be an object with at least one layer"),
+        (damage(["default_layer"], "gpt"), "field default_layer is 'gpt'"),
+        (damage(["inside_node"], 7), "field inside_node must be an object"),
+        (damage(["inside_node", "latency"]), "field inside_node.latency is missing"),
+        (damage(ATTENTION), "field layers.llama-7b.attention_forward is missing"),
+        (damage(ATTENTION, 1e-11), r"field layers.llama-7b.attention_forward must be .*s/token\^2"),
+        (
+            damage([*ATTENTION, "unit"], "ms/token^2"),
+            "attention_forward has unit 'ms/token\\^2', must be 's/token\\^2'",
+        ),
+        (damage([*ATTENTION, "value"], -1e-11), "attention_forward is -1e-11, must be finite and not negative"),
+        (damage([*ATTENTION, "value"], float("inf")), "attention_forward is inf, must be finite"),
+        (damage([*ATTENTION, "value"], "1"), "attention_forward must be a number"),
+        (damage([*ATTENTION, "value"], True), "attention_forward must be a number"),
+        (damage(["d2h_bandwidth", "value"], 0), "field d2h_bandwidth is 0, must be finite and positive"),
+    ],
+)
+def test_damaged_profiles_name_field_and_file(text, message, tmp_path):
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_profile(tmp_path / "mine.json")
+    assert "mine.json" in str(error.value)
+
+
+def test_unknown_profile():
+    with pytest.raises(ConfigError, match=r"'a100' is neither a shipped one \(bytescale, h100\) nor a readable file"):
+        load_profile("a100")
+
+
+def test_needs_neither_torch_nor_megatron():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'megatron'): sys.modules[name] = None\n"
+        "from megatron_hdp.cost import CostModel, load_profile\n"
+        "import megatron_hdp.cost.calibrate\n"
+        "print(CostModel(load_profile('h100'), 2).picoseconds(4096))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == CostModel(H100, 2).picoseconds(4096)
