@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -99,17 +99,20 @@ def watch(
     world_size: int,
     exchange: Callable[[str], list[str]],
     step: Callable[[], int | None] = lambda: None,
+    goodbye_codes: Container[int | str] = (0,),
 ) -> Iterator[None]:
     """Watch all processes of the run while the body runs. Collective: every process enters it with its own rank.
 
-    Leaving normally, or by SystemExit with code 0 or None, says goodbye. Any other exception is told to the others,
-    which print it and end; it is then raised on as usual, after up to two seconds of listening for an earlier death.
+    Leaving normally, or by SystemExit with None or a goodbye code, says goodbye. Any other exception is told to the
+    others, which print it and end; it is then raised on as usual, after up to two seconds of listening for an earlier
+    death.
 
     Args:
         rank: rank of this process, 0 <= rank < world_size.
         world_size: number of processes. With 1 there is nothing to watch and `exchange` is not called.
         exchange: gathers one string from every process and returns them in the order of ranks (all_gather_object).
         step: current training step, for the message; called in the watching thread.
+        goodbye_codes: exit codes with which all processes leave together, on purpose.
 
     Raises:
         RankLostError: the neighbours could not be reached at the start.
@@ -121,7 +124,7 @@ def watch(
     try:
         yield
     except SystemExit as stop:
-        if stop.code in (None, 0):
+        if stop.code is None or stop.code in goodbye_codes:
             watcher.leave()
         else:
             watcher.fail(stop)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hdp.attention.traffic import ring_bytes
+from megatron_hdp.errors import ConfigError
 from megatron_hdp.planner.summary import PlanSummary, summarize
 from megatron_hdp.types import IntArray, Plan
 
@@ -79,8 +80,13 @@ class StepLog:
     """Appends one JSON object per step to a file; every line is complete when it is written."""
 
     def __init__(self, path: str) -> None:
+        """Raises `ConfigError` if the file cannot be written."""
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise ConfigError(f"--hdp-log {path}: cannot be written ({error.strerror})") from error
 
     def write(self, record: StepRecord, measured: dict[str, Any]) -> None:
         """``measured`` holds what only the run knows: iteration, loss, gradient norm, seconds."""

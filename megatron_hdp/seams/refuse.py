@@ -71,6 +71,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "auxiliary router losses would depend on how sequences are spread over ranks, and padding would be routed",
     ),
     Refusal(
+        "--ddp-average-in-collective",
+        _on("ddp_average_in_collective"),
+        "gradients are summed and divided once by the tokens of the batch; drop the flag",
+    ),
+    Refusal(
         "--sequence-parallel",
         _on("sequence_parallel"),
         "pieces are not yet padded to the tensor-parallel size; drop the flag",

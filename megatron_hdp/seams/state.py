@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    RerunDataIterator,
+)
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_hdp import cpu, liveness
@@ -64,7 +68,8 @@ class HdpRun:
         self._loaders: dict[str, StepLoader | None] = {}
         self._attentions: list[HdpCoreAttention] = []
         self._record: StepRecord | None = None
-        self._log = StepLog(self.config.log) if self.config.log else None
+        # the last rank writes, as it prints Megatron's log line
+        self._log = StepLog(self.config.log) if self.config.log and args.rank == args.world_size - 1 else None
         self._logged_at = time.perf_counter()
 
     def prepare_model(self, model_config: Any) -> None:
@@ -78,7 +83,13 @@ class HdpRun:
         """Megatron's pre-wrap hook: process groups exist now, the model is not yet wrapped."""
         args = self.args
         self._stack.enter_context(
-            liveness.watch(dist.get_rank(), dist.get_world_size(), _exchange, step=lambda: self.current_step)
+            liveness.watch(
+                dist.get_rank(),
+                dist.get_world_size(),
+                _exchange,
+                step=lambda: self.current_step,
+                goodbye_codes=(0, EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION),
+            )
         )
         pool_ranks = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
         self._pool = make_pool(pool_ranks)
@@ -178,7 +189,9 @@ class HdpRun:
         recompute = args.recompute_granularity
         if recompute == "full" and args.recompute_method == "block":
             recomputed = args.recompute_num_layers * args.pipeline_model_parallel_size
-        elif recompute == "full" or (recompute == "selective" and "core_attn" in args.recompute_modules):
+        elif recompute == "full" or (
+            recompute == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
+        ):
             recomputed = args.num_layers
         else:
             recomputed = 0
@@ -208,7 +221,7 @@ class HdpRun:
         """One line of --hdp-log, by the last rank (which also prints Megatron's log line)."""
         now = time.perf_counter()
         seconds, self._logged_at = now - self._logged_at, now
-        if self._log is None or self._record is None or dist.get_rank() != dist.get_world_size() - 1:
+        if self._log is None or self._record is None:
             return
         measured = {
             "iteration": iteration,

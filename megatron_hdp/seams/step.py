@@ -29,7 +29,9 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     # "sbhd" keeps Megatron from cutting anything by its own context-parallel group
     params = HdpPackedSeqParams(qkv_format="sbhd", micro_batch=batch.micro_batch, positions_T=positions_1T[0])
     timers("batch-generator").stop()
-    output = model(tokens_1T, positions_1T, None, labels=labels_1T, packed_seq_params=params)
+    # only padding lies beyond the last position; a learned position embedding has no row for it
+    position_ids_1T = positions_1T.clamp(max=get_args().max_position_embeddings - 1)
+    output = model(tokens_1T, position_ids_1T, None, labels=labels_1T, packed_seq_params=params)
     return output, functools.partial(_checked_loss, loss_mask_1T)
 
 

@@ -182,6 +182,15 @@ def test_exit_with_a_code_is_a_failure(start):
     assert ranks.end(0)[0] == 3
 
 
+def test_goodbye_codes_are_no_failure(start):
+    """Megatron ends all ranks with codes such as 17 to tell its scheduler something."""
+    program = RANK.replace("step=lambda: 7)", "step=lambda: 7, goodbye_codes=(0, 17))")
+    ranks = start("sys.exit(17)", "sys.exit(17)", "sys.exit(17)", program=program)
+    for rank in range(3):
+        code, _, err = ranks.end(rank)
+        assert (code, err) == (17, "")
+
+
 def test_ranks_that_leave_early_disturb_nobody(start):
     ranks = start("pass", "wait_for('go')", "pass", "wait_for('go')", "pass")
     for rank in (0, 2, 4):

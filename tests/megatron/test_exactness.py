@@ -129,6 +129,26 @@ def rms_difference(weights, other):
     return (total / sum(value.numel() for value in weights.values())) ** 0.5
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        # an odd context makes padding reach beyond the last learned position
+        ["--position-embedding-type", "learned_absolute", "--seq-length", "95", "--max-position-embeddings", "95"],
+        ["--recompute-granularity", "selective", "--use-distributed-optimizer", "--overlap-grad-reduce"],
+    ],
+    ids=["learned positions", "selective recompute"],
+)
+def test_model_and_training_flags(flags, corpus, tmp_path):
+    common = [*MODEL, *OPTIMIZERS["smooth_adam"], *NO_EVALUATION, *BATCH, "--data-path", corpus, *flags]
+    steps = stock([*common, "--train-iters", "5"], tmp_path / "stock")
+    train(3, [*common, "--train-iters", "5", "--hdp", "--hdp-tokens-per-rank", "32"], tmp_path / "hdp").check()
+    ours = read_steps(tmp_path / "hdp" / "record")
+    assert len(ours) == len(steps) == 5
+    for a, b in zip(ours, steps):
+        assert relative(a["lm loss"], b["lm loss"]) < 1e-5
+        assert relative(a["grad_norm"], b["grad_norm"]) < 1e-5
+
+
 def test_static_algorithm_equals_stock_as_well(corpus, stock_runs, tmp_path):
     log = tmp_path / "hdp.jsonl"
     train(3, [*hdp_flags(corpus, 32, SGD), "--hdp-algorithm", "static", "--hdp-log", str(log)], tmp_path).check()

@@ -65,6 +65,15 @@ def test_sequence_longer_than_the_pool(corpus, tmp_path):
     assert "use 3 ranks" in output
 
 
+@pytest.mark.parametrize("path", ["/proc/none/log.jsonl", "/tmp"])
+def test_log_that_cannot_be_written(corpus, tmp_path, path):
+    flags = [*FLAGS, "--data-path", corpus, "--hdp-tokens-per-rank", "96", "--hdp-log", path]
+    outcome = train(1, flags, tmp_path)
+    assert outcome.codes == (1,)
+    assert f"ConfigError: --hdp-log {path}: cannot be written" in outcome.outputs[0]
+    assert "Traceback" not in outcome.outputs[0]
+
+
 def test_tokens_beyond_the_vocabulary(tmp_path):
     from megatron_hdp.data.indexed import write_indexed
 

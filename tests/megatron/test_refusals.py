@@ -19,6 +19,7 @@ CONFLICTS = {
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--num-experts 4 --expert-model-parallel-size 2": "--expert-model-parallel-size",
     "--num-experts 4": "--num-experts",
+    "--ddp-average-in-collective": "--ddp-average-in-collective: gradients are summed",
     "--sequence-parallel": "--sequence-parallel",
     "--attention-dropout 0.1": "pass --attention-dropout 0",
     "--window-size 16,0": "--window-size",

@@ -69,6 +69,17 @@ def test_stock_megatron_resumes_our_checkpoint(six_steps, after_three, tmp_path)
     compare(stock(after_three, tmp_path), six_steps[0][3:])
 
 
+def test_tied_embeddings_in_a_pipeline(corpus, tmp_path):
+    """The last stage's copy of the embedding gets its gradient from another stage; from one stage to two."""
+    flags = [flag for flag in base(corpus, 4, "--global-batch-size", "7") if not flag.startswith("--untie")]
+    one = [*flags, "--hdp", "--hdp-tokens-per-rank", "96", "--save", str(tmp_path / "ckpt"), "--save-interval", "2"]
+    whole = run(1, one, tmp_path / "one")
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("2")
+    run(4, [*flags, "--load", str(tmp_path / "ckpt"), "--hdp", *PIPELINE], tmp_path / "pp2")
+    assert losses(tmp_path / "pp2") == pytest.approx(whole[2:], rel=1e-5)
+    compare(read_steps(tmp_path / "pp2" / "record"), read_steps(tmp_path / "one" / "record")[2:])
+
+
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--hdp-tokens-per-rank", "48"]
 LAYOUTS = {
     "pool of 4": (4, ["--hdp-tokens-per-rank", "24"]),
