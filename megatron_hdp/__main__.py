@@ -28,7 +28,7 @@ Script arguments come after SCRIPT. The main ones of this package:
   --hdp-tokens-per-rank N     tokens that one rank holds in one micro-batch
 """
 
-_MESSAGE_HEAD_START_SECONDS = 3.0
+_MESSAGE_HEAD_START_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
