@@ -1,6 +1,7 @@
 """The cost model against the paper's figures, against a step-by-step walk of the ring, and against damaged profiles."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -199,6 +200,14 @@ def test_free_offload_is_half_at_64k_and_all_at_256k():
     assert model.offload_stall_picoseconds(65536, offload=free[0] + 2 / 1024) > 0
 
 
+def test_free_offload_waits_for_the_slower_direction():
+    layer = replace(BYTESCALE.layer(), attention_forward=0.0, sequence_constant=0.0)
+    for out, back in ((40e9, 10e9), (10e9, 40e9)):
+        profile = replace(BYTESCALE, layers={"llama-7b": layer}, d2h_bandwidth=out, h2d_bandwidth=back)
+        free = CostModel(profile, 32).largest_free_offload(8192)
+        assert free == pytest.approx(layer.linear_forward * 10e9 / layer.activation_per_token, abs=1 / 1024)
+
+
 def test_shipped_files_are_what_the_calibration_computes():
     done = subprocess.run(
         [sys.executable, "benchmarks/profiles.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True
@@ -328,7 +337,7 @@ def test_widest_hiding_ring_is_where_hiding_ends(model):
     sizes = np.arange(1, 301)
     answers = set()
     for tier in Tier:
-        for length in (1, 2, 3_000, 30_000, 123_456, 500_000):
+        for length in (1, 2, *range(300, 60_000, 701), 123_456, 500_000):
             limit = min(300, -(-length // model.pad_multiple))
             hidden = model.hides(length, sizes[:limit], tier)
             widest = int(np.argmin(hidden)) if not hidden.all() else limit
@@ -378,6 +387,9 @@ def test_smallest_ring_is_the_papers_d():
             paper = -(-(2 + (1 - r) * 30) * length // (32 * 8192))
             assert abs(model.smallest_ring(length, 8192, float(r)) - paper) <= paper // 2000  # pieces are even
     assert model.smallest_ring(2048 * K, 8192, 1.0) == 2 * 256 // 32
+    for steps in range(0, 1025, 41):
+        held = (2 + (1 - Fraction(steps, 1024)) * 30) * 1002 * math.ceil(model.layer_profile.activation_per_token)
+        assert model.bytes(1001 * 2, 2, steps / 1024) == math.ceil(held)  # pieces are even: 1002 tokens
     assert model.held_fraction([0.0, 1.0]).tolist() == [1.0, 2 / 32]
 
 
