@@ -209,7 +209,8 @@ class _Watcher:
         if os.getpid() != self._pid:  # a forked child leaves the body too, but is no member
             return
         self._request = request
-        self._wake.send(b"x")
+        with suppress(OSError):  # another event may have woken the thread just now: then it has acted, and closed this
+            self._wake.send(b"x")
         self._thread.join(_LISTEN_S + _DETOUR_S)
 
     # ---- the watching thread ----------------------------------------------------------------------------------------

@@ -2,15 +2,17 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron_hdp.liveness import EXIT_CODE, News, watch
+from megatron_hdp.liveness import EXIT_CODE, News, _Watcher, watch
 
 RANK = """
 import os, sys, threading, time
@@ -189,6 +191,19 @@ def test_goodbye_codes_are_no_failure(start):
     for rank in range(3):
         code, _, err = ranks.end(rank)
         assert (code, err) == (17, "")
+
+
+@pytest.mark.parametrize("end", ["leave", "fail"])
+def test_the_thread_may_end_before_it_is_woken(end):
+    """A neighbour's goodbye can wake the thread between the request to leave and the byte that should wake it."""
+    watcher = object.__new__(_Watcher)
+    watcher._pid = os.getpid()
+    watcher._wake, other = socket.socketpair()
+    watcher._wake.close()
+    other.close()
+    watcher._thread = threading.Thread(target=lambda: None)
+    watcher._thread.start()
+    watcher.leave() if end == "leave" else watcher.fail(KeyError("mine"))
 
 
 def test_ranks_that_leave_early_disturb_nobody(start):
