@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_hdp.errors import HdpError, RankLostError
-from megatron_hdp.tcp import IO_S, has_more, listen, own_addresses, tuned
+from megatron_hdp.tcp import IO_S, Link, Member, has_more, listen, own_addresses, tuned
 
 EXIT_CODE = 70
 """Exit code of a process that ends because of another one (EX_SOFTWARE of sysexits.h)."""
@@ -46,18 +46,6 @@ _DETOUR_S = 10.0
 _START_S = 60.0
 _MAX_LINE_BYTES = 8192
 _MAX_REASON = 300
-
-
-@dataclass(frozen=True)
-class _Member:
-    """What each process tells the others about itself at the start."""
-
-    rank: int
-    host: str
-    pid: int
-    port: int
-    token: str
-    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,18 +67,6 @@ class News:
             )
         how = f"failed{during}: {self.reason}" if self.reason else f"stopped without saying goodbye{during}"
         return f"megatron_hdp: rank {self.rank} (host {self.host}, pid {self.pid}) {how}; rank {reader} ends now\n"
-
-
-@dataclass(eq=False)
-class _Link:
-    """One connection. `peer` may be trusted once `greeted`; `opening` marks the ring's first connections."""
-
-    sock: socket.socket
-    peer: int = -1
-    greeted: bool = False
-    dialled: bool = False
-    opening: bool = False
-    buffer: bytes = b""
 
 
 @contextmanager
@@ -143,7 +119,7 @@ class _Watcher:
     ) -> None:
         self._rank, self._size, self._step, self._pid = rank, world_size, step, os.getpid()
         self._server = listen()
-        self._me = _Member(
+        self._me = Member(
             rank,
             socket.gethostname(),
             self._pid,
@@ -152,13 +128,13 @@ class _Watcher:
             own_addresses(),
         )
         told = [json.loads(text) for text in exchange(json.dumps(asdict(self._me)))]
-        self._members = [_Member(**{**member, "addresses": tuple(member["addresses"])}) for member in told]
+        self._members = [Member(**{**member, "addresses": tuple(member["addresses"])}) for member in told]
         if [member.rank for member in self._members] != list(range(world_size)):
             raise RankLostError(
                 f"expected one address from each of {world_size} ranks in order, got ranks "
                 f"{[member.rank for member in self._members]}"
             )
-        self._links: set[_Link] = set()
+        self._links: set[Link] = set()
         self._left: set[int] = set()  # said goodbye
         self._informed: set[int] = set()  # told us news; their end is a consequence
         self._known: set[int] = set()  # ranks that news were about
@@ -224,7 +200,7 @@ class _Watcher:
                     self._accept()
                 elif key.fileobj is self._woken:
                     self._woken.recv(1)
-                elif isinstance(key.data, _Link):
+                elif isinstance(key.data, Link):
                     self._receive(key.data)
             now = time.monotonic()
             if self._ends_at is not None:
@@ -244,13 +220,13 @@ class _Watcher:
             sock, _ = self._server.accept()
         except OSError:
             return
-        self._register(_Link(tuned(sock)))
+        self._register(Link(tuned(sock)))
 
-    def _register(self, link: _Link) -> None:
+    def _register(self, link: Link) -> None:
         self._links.add(link)
         self._selector.register(link.sock, selectors.EVENT_READ, link)
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: Link) -> None:
         if link in self._links:
             self._links.remove(link)
             self._selector.unregister(link.sock)
@@ -266,7 +242,7 @@ class _Watcher:
                 sock = tuned(socket.create_connection((address, member.port), IO_S))
             except OSError:
                 continue
-            link = _Link(sock, peer=rank, dialled=True, opening=opening)
+            link = Link(sock, peer=rank, dialled=True, opening=opening)
             self._register(link)
             self._send(link, {"kind": "hello", "rank": self._rank, "token": member.token})
             return True
@@ -283,7 +259,7 @@ class _Watcher:
             if rank not in self._left and self._dial(rank):
                 return
 
-    def _receive(self, link: _Link) -> None:
+    def _receive(self, link: Link) -> None:
         try:
             data = link.sock.recv(4096)
         except TimeoutError:
@@ -311,12 +287,12 @@ class _Watcher:
         if len(link.buffer) > _MAX_LINE_BYTES:
             self._drop_stranger(link)
 
-    def _drop_stranger(self, link: _Link) -> None:
+    def _drop_stranger(self, link: Link) -> None:
         """Members never send what brings us here, so whoever did is none and nothing follows from it."""
         if not link.greeted:
             self._drop(link)
 
-    def _greet(self, link: _Link, message: dict[str, Any]) -> None:
+    def _greet(self, link: Link, message: dict[str, Any]) -> None:
         rank, token = message.get("rank"), message.get("token")
         if token != self._me.token or not isinstance(rank, int) or not 0 <= rank < self._size:
             return self._drop_stranger(link)
@@ -328,13 +304,13 @@ class _Watcher:
         if len(self._met) == 2:
             self._ready.set()
 
-    def _departed(self, link: _Link) -> None:
+    def _departed(self, link: Link) -> None:
         self._left.add(link.peer)
         self._drop(link)
         if link.peer == self._successor:
             self._detour(link.peer)
 
-    def _ended(self, link: _Link) -> None:
+    def _ended(self, link: Link) -> None:
         """A connection closed, and no goodbye came over it."""
         self._drop(link)
         if link.peer in self._left or link.peer in self._informed or link.peer < 0:
@@ -372,7 +348,7 @@ class _Watcher:
                 self._send(link, message)
 
     @staticmethod
-    def _send(link: _Link, message: dict[str, Any]) -> None:
+    def _send(link: Link, message: dict[str, Any]) -> None:
         with suppress(OSError):  # the end of this connection is noticed when it is read
             link.sock.sendall(json.dumps(message).encode() + b"\n")
 
@@ -386,7 +362,7 @@ class _Watcher:
         give_up = time.monotonic() + _DRAIN_S
         while self._links and time.monotonic() < give_up:
             for key, _ in self._selector.select(give_up - time.monotonic()):
-                if isinstance(key.data, _Link) and not has_more(key.data.sock):
+                if isinstance(key.data, Link) and not has_more(key.data.sock):
                     self._drop(key.data)
         self._forget()
 

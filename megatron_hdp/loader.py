@@ -10,6 +10,7 @@ import torch
 from megatron_hdp.data.batches import MicroBatchArrays, piece_arrays
 from megatron_hdp.data.corpus import Batch, Corpus
 from megatron_hdp.errors import DataError
+from megatron_hdp.metrics import StepRecord
 from megatron_hdp.pool import Service
 from megatron_hdp.types import IntArray, MicroBatch, Plan
 
@@ -36,9 +37,8 @@ class StepBundle:
     step: int
     plan: Plan
     micro_batches: tuple[MicroBatchTensors, ...]
-    plan_seconds: float
-    """Time to choose the batch and plan it, in the service thread."""
-    read_seconds: float
+    record: StepRecord | None
+    """What the log will say of the step; None where nothing is logged (evaluation)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,15 @@ class StepLoader:
         agree: Callable[[bytes, int], None],
         service: Service,
         options: LoaderOptions,
+        describe: Callable[[int, Plan, tuple[float, float]], StepRecord] | None = None,
     ) -> None:
+        """``describe`` makes a step's record from step, plan, and the seconds of planning and of reading."""
         self.corpus = corpus
         self._make_plan = make_plan
         self._agree = agree
         self._service = service
         self._options = options
+        self._describe = describe
         self._ahead: dict[int, Future[StepBundle]] = {}
 
     def bundle(self, step: int) -> StepBundle:
@@ -94,7 +97,10 @@ class StepLoader:
         micro_batches = tuple(
             self._read(batch, plan, micro_batch) for micro_batch in plan.micro_batches(self._options.rank)
         )
-        return StepBundle(step, plan, micro_batches, planned - start, time.perf_counter() - agreed)
+        seconds = (planned - start, time.perf_counter() - agreed)
+        # here and not in the step: at hundreds of ranks a summary takes milliseconds
+        record = None if self._describe is None else self._describe(step, plan, seconds)
+        return StepBundle(step, plan, micro_batches, record)
 
     def _read(self, batch: Batch, plan: Plan, micro_batch: MicroBatch) -> MicroBatchTensors:
         options = self._options

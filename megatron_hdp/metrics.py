@@ -63,7 +63,7 @@ class StepRecord:
         }
 
 
-def record_step(step: int, rank: int, plan: Plan, traffic: RingTraffic, seconds: tuple[float, float]) -> StepRecord:
+def record_step(rank: int, traffic: RingTraffic, step: int, plan: Plan, seconds: tuple[float, float]) -> StepRecord:
     """What ``rank`` knows of a step before it runs; ``seconds`` are those of planning and of reading."""
     sent = traffic.bytes_by_rank(plan)
     return StepRecord(

@@ -3,9 +3,34 @@
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 
 IO_S = 2.0
 """Seconds after which connecting, sending or receiving a small message gives up."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What each process tells the others about itself at the start."""
+
+    rank: int
+    host: str
+    pid: int
+    port: int
+    token: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection. `peer` may be trusted once `greeted`; `opening` marks the ring's first connections."""
+
+    sock: socket.socket
+    peer: int = -1
+    greeted: bool = False
+    dialled: bool = False
+    opening: bool = False
+    buffer: bytes = b""
 
 
 def has_more(sock: socket.socket) -> bool:

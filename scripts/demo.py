@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -82,7 +81,7 @@ def _train(algorithm: str, out: Path, iterations: int) -> Run:
     log.unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{_free_port()}"),
+        "--standalone",
         *("-m", "megatron_hdp", "--cpu", str(ROOT / "scripts" / "pretrain_gpt.py")),
         *_model_flags(),
         *_data_flags(out / "stdlib", iterations),
@@ -137,12 +136,6 @@ def _lines(command: list[str], console: Path) -> Iterator[str]:
             yield line
     if process.wait() != 0:
         sys.exit("".join(tail) + f"\ntraining ended with exit code {process.returncode}; all output: {console}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def _results(corpus: dict[str, Any], hdp: Run, static: Run) -> dict[str, Any]:

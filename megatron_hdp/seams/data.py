@@ -8,13 +8,11 @@ from megatron.training import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_hdp.config import HdpConfig
-from megatron_hdp.data.corpus import Corpus, SequenceCount, TokenBudget, open_corpus
+from megatron_hdp.data.corpus import SPLITS, Corpus, SequenceCount, TokenBudget, open_corpus
 from megatron_hdp.errors import ConfigError, DataError
 from megatron_hdp.loader import LoaderOptions, StepBundle, StepLoader
 from megatron_hdp.planner import plan
 from megatron_hdp.types import IntArray, Plan
-
-SPLITS = ("train", "valid", "test")
 
 
 class StepIterator:
@@ -38,7 +36,7 @@ class StepIterator:
 def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
     """The corpus of one split, or None where the flags give it no documents.
 
-    Raises `DataError` for damaged files, or for a sequence that the pool cannot hold.
+    Raises `DataError` for damaged files, `EmptySplitError` for a share that is less than one document.
     """
     index = SPLITS.index(split)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -52,7 +50,7 @@ def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
     size = (
         SequenceCount(args.hdp_sequences_per_step) if config.batch_tokens is None else TokenBudget(config.batch_tokens)
     )
-    corpus = open_corpus(
+    return open_corpus(
         prefixes,
         weights,
         context=args.seq_length,
@@ -62,7 +60,6 @@ def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
         shares=shares,
         split_index=index,
     )
-    return corpus
 
 
 def _split_shares(text: str | None) -> list[float]:
@@ -82,7 +79,7 @@ def planner_from_args(args: Any, config: HdpConfig, pool_size: int) -> Callable[
         num_ranks=pool_size,
         tokens_per_rank=config.tokens_per_rank,
         algorithm=config.algorithm,
-        balance="dp" if args.hdp_balance == "auto" else args.hdp_balance,
+        balance=args.hdp_balance,
         stages=args.pipeline_model_parallel_size,
         virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_hdp.config import HdpConfig, flag, option_names, option_parser, resolve
 from megatron_hdp.errors import ConfigError
+from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
 from megatron_hdp.seams.refuse import refuse_conflicts
 
 
@@ -112,7 +113,7 @@ def _prepare(args: Any, config: HdpConfig) -> None:
     args.create_attention_mask_in_dataloader = False
     pool_size = _pool_size(args)
     _check_balance(args, config)
-    _check_capacity(args, config, pool_size)
+    _check_capacity(args, config)
     args.hdp_sequences_per_step = _sequences_per_step(args, config, pool_size)
     # Megatron counts in "samples per step" that must divide by the data-parallel size. Ours need not: round up
     # here, and let the learning-rate schedule count real ones (see wrap_param_scheduler).
@@ -143,7 +144,7 @@ def _check_balance(args: Any, config: HdpConfig) -> None:
         )
 
 
-def _check_capacity(args: Any, config: HdpConfig, pool_size: int) -> None:
+def _check_capacity(args: Any, config: HdpConfig) -> None:
     capacity = config.tokens_per_rank
     assert capacity is not None  # resolve() requires it
     if capacity % 2:
@@ -160,10 +161,10 @@ def _check_capacity(args: Any, config: HdpConfig, pool_size: int) -> None:
             f"--hdp-batch-tokens {config.batch_tokens} is smaller than the context --seq-length {args.seq_length}: "
             "a step must be able to hold one whole sequence"
         )
-    if config.batch_tokens is not None and config.batch_tokens + args.seq_length >= 2**31:
+    if config.batch_tokens is not None and config.batch_tokens + args.seq_length > MAX_BATCH_TOKENS:
         raise ConfigError(
             f"--hdp-batch-tokens {config.batch_tokens}: Megatron counts the tokens of a step in 32 bits, "
-            f"so a step must stay below {2**31} tokens"
+            f"so a step may hold at most {MAX_BATCH_TOKENS} tokens"
         )
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length

@@ -157,10 +157,10 @@ def _use_hdp_attention(layer_spec: Any) -> None:
     submodules.core_attention = HdpCoreAttention
 
 
-def bind_model(model: torch.nn.Module, pool: Pool, kernel: BlockKernel) -> int:
+def bind_model(model: torch.nn.Module, pool: Pool, kernel: BlockKernel) -> list[HdpCoreAttention]:
     """Connect every ring attention of one model chunk to the pool and make its rotary positions exact.
 
-    Returns the number of attention layers. Raises `ConfigError` if the chunk has layers but none of them is ours.
+    Returns those attentions. Raises `ConfigError` if the chunk has layers but none of them is ours.
     """
     attentions = [module for module in model.modules() if isinstance(module, HdpCoreAttention)]
     if not attentions and len(getattr(getattr(model, "decoder", None), "layers", ())) > 0:
@@ -170,4 +170,4 @@ def bind_model(model: torch.nn.Module, pool: Pool, kernel: BlockKernel) -> int:
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
         model.rotary_pos_emb = HdpRotaryEmbedding(rotary)
-    return len(attentions)
+    return attentions

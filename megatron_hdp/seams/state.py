@@ -1,6 +1,7 @@
 """The state of one run with --hdp: its pool, its loaders, and what the current step is doing."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,8 +96,7 @@ class HdpRun:
         self._pool = make_pool(pool_ranks)
         kernel = self._kernel()
         for model in models:
-            bind_model(model, self._pool, kernel)
-            self._attentions += [module for module in model.modules() if isinstance(module, HdpCoreAttention)]
+            self._attentions += bind_model(model, self._pool, kernel)
         log(args, f"pool of {self._pool.size} ranks x {self.config.tokens_per_rank} tokens, kernel {kernel.name}")
         return models
 
@@ -159,13 +159,13 @@ class HdpRun:
             lambda digest, step: agree_on_plan(digest, step, pool.control),
             self.service,
             loader_options(self.args, self.config, pool.rank),
+            functools.partial(record_step, pool.rank, self._traffic()) if split == "train" else None,
         )
 
     def begin_step(self, bundle: StepBundle) -> None:
         """Note what the step will do, and tell Megatron's FLOP counter the true lengths, once per sequence."""
         if self._record is None or self._record.step != bundle.step:  # a rerun of the step counts once
-            seconds = (bundle.plan_seconds, bundle.read_seconds)
-            self._record = record_step(bundle.step, self.pool.rank, bundle.plan, self._traffic(), seconds)
+            self._record = bundle.record
             update_seqlen_stats_from_cu_seqlens(self._own_lengths(bundle))
 
     def end_step(self) -> None:

@@ -4,15 +4,15 @@ Starting a rank this way takes a fraction of a second instead of many; everythin
 own path. Tests of the launcher itself start real processes instead (see launch.py).
 """
 
-import contextlib
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from launch import free_port
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -71,7 +71,7 @@ def run_ranks(
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     context = _context()
-    port = _free_port()
+    port = free_port()
     ranks = []
     for rank in range(count):
         env = {
@@ -128,9 +128,3 @@ def _rank_main(environment: dict[str, str], argv: list[str], output: str, launch
     sys.argv = list(argv)
     sys.path.insert(0, str(Path(argv[0]).parent))
     runpy.run_path(argv[0], run_name="__main__")
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
