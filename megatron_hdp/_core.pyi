@@ -1,4 +1,4 @@
-"""Types of the compiled planner core, csrc/planner.cpp."""
+"""Types of the compiled planner core, csrc/."""
 
 from megatron_hdp.types import IntArray
 

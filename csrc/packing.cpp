@@ -1,5 +1,4 @@
-// Planner core. Each function has a Python twin in megatron_hdp/planner that gives identical results; integers only, so
-// that every platform makes the same plan.
+// Best fit decreasing; twin: megatron_hdp/planner/packing.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,21 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
-namespace nb = nanobind;
-
-using Int64View = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Int64Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+#include "arrays.hpp"
 
 namespace {
-
-Int64Array to_numpy(std::vector<std::int64_t> &&values) {
-    auto *owned = new std::vector<std::int64_t>(std::move(values));
-    nb::capsule owner(owned, [](void *p) noexcept { delete static_cast<std::vector<std::int64_t> *>(p); });
-    return Int64Array(owned->data(), {owned->size()}, owner);
-}
 
 // Best fit decreasing, O(n log n): items from large to small (ties: lower index), each into the open bin that it fills
 // most (ties: lower bin), else into a new bin. Bins 0 .. rooms.size - 1 are open from the start with those rooms.
@@ -68,7 +55,6 @@ Int64Array best_fit(Int64View sizes, std::int64_t capacity, Int64View rooms) {
 
 } // namespace
 
-NB_MODULE(_core, module) {
-    module.doc() = "Planner core in C++; the twins in megatron_hdp.planner give the same results without it.";
+void bind_packing(nb::module_ &module) {
     module.def("best_fit", &best_fit, nb::arg("sizes"), nb::arg("capacity"), nb::arg("rooms"));
 }

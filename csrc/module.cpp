@@ -1,0 +1,11 @@
+// megatron_hdp._core: the planner core. Each function has a Python twin in megatron_hdp/planner that gives identical
+// results; integers only, so that every platform makes the same plan.
+
+#include "arrays.hpp"
+
+void bind_packing(nb::module_ &module);
+
+NB_MODULE(_core, module) {
+    module.doc() = "Planner core in C++; the twins in megatron_hdp.planner give the same results without it.";
+    bind_packing(module);
+}
