@@ -13,10 +13,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_hdp.batch_rule import BatchRule, first_rule, resumed_rule
 from megatron_hdp.config import HdpConfig, flag, option_names, option_parser, resolve
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
 from megatron_hdp.seams.refuse import refuse_conflicts
+from megatron_hdp.seams.resume import saved_run
 
 
 def wrap_add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +72,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, defaults)
         config = resolve(_explicit_options(args), args.hdp_config)
         refuse_conflicts(args, defaults)
-        _prepare(args, config)
+        config = _prepare(args, config)
         result = original(args, defaults)
         _complete(args, config)
         return result
@@ -99,8 +101,8 @@ def _drop_options(args: Any) -> None:
         delattr(args, f"hdp_{name}")
 
 
-def _prepare(args: Any, config: HdpConfig) -> None:
-    """Everything that Megatron's own checks must already see."""
+def _prepare(args: Any, config: HdpConfig) -> HdpConfig:
+    """Everything that Megatron's own checks must already see; the options, completed from a checkpoint."""
     if args.context_parallel_size > 1:
         log(args, f"--context-parallel-size {args.context_parallel_size} is folded into the pool")
         args.context_parallel_size = 1
@@ -114,7 +116,10 @@ def _prepare(args: Any, config: HdpConfig) -> None:
     pool_size = _pool_size(args)
     _check_balance(args, config)
     _check_capacity(args, config)
-    args.hdp_sequences_per_step = _sequences_per_step(args, config, pool_size)
+    rule = _batch_rule(args, config, pool_size)
+    config = dataclasses.replace(config, batch_tokens=rule.batch_tokens)
+    _check_budget(args, config)
+    args.hdp_sequences_per_step = rule.sequences
     # Megatron counts in "samples per step" that must divide by the data-parallel size. Ours need not: round up
     # here, and let the learning-rate schedule count real ones (see wrap_param_scheduler).
     args.global_batch_size = -(-args.hdp_sequences_per_step // pool_size) * pool_size
@@ -123,6 +128,7 @@ def _prepare(args: Any, config: HdpConfig) -> None:
             "--eval-global-batch-size is not supported with --hdp: evaluation uses the training batch size"
         )
     args.eval_global_batch_size = args.global_batch_size
+    return config
 
 
 def _pool_size(args: Any) -> int:
@@ -156,6 +162,11 @@ def _check_capacity(args: Any, config: HdpConfig) -> None:
         )
     if args.seq_length is None:
         raise ConfigError("--hdp needs --seq-length: the context, to which longer documents are cut")
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+
+
+def _check_budget(args: Any, config: HdpConfig) -> None:
     if config.batch_tokens is not None and config.batch_tokens < args.seq_length:
         raise ConfigError(
             f"--hdp-batch-tokens {config.batch_tokens} is smaller than the context --seq-length {args.seq_length}: "
@@ -166,17 +177,27 @@ def _check_capacity(args: Any, config: HdpConfig) -> None:
             f"--hdp-batch-tokens {config.batch_tokens}: Megatron counts the tokens of a step in 32 bits, "
             f"so a step may hold at most {MAX_BATCH_TOKENS} tokens"
         )
-    if args.max_position_embeddings is None:
-        args.max_position_embeddings = args.seq_length
 
 
-def _sequences_per_step(args: Any, config: HdpConfig, pool_size: int) -> int:
-    """Sequences that a step counts for in Megatron's counters: exact, or nominal for a token budget."""
-    if args.global_batch_size is not None:
-        return int(args.global_batch_size)
-    if config.batch_tokens is not None:
-        return max(1, config.batch_tokens // int(args.seq_length))
-    return pool_size
+def _batch_rule(args: Any, config: HdpConfig, pool_size: int) -> BatchRule:
+    """What cuts the data into steps: as asked for, or as in the checkpoint that the run goes on from."""
+    asked = (config.batch_tokens, args.global_batch_size)
+    saved = saved_run(args)
+    if saved is None:
+        return first_rule(*asked, context=args.seq_length, pool_size=pool_size)
+    where = f"--load {args.load}, iteration {saved.iteration}"
+    for name in ("seq_length", "seed"):
+        old, new = getattr(saved.args, name, None), getattr(args, name)
+        if old != new:
+            shown = f"--{name.replace('_', '-')}"
+            log(args, f"WARNING: {where}, had {shown} {old}, this run has {new}: the data goes on in another order")
+    if saved.rule is None:
+        log(args, f"{where}, was made without --hdp: data goes on at step {saved.iteration} of this run's own order")
+        return first_rule(*asked, context=args.seq_length, pool_size=pool_size)
+    rule = resumed_rule(*asked, saved.rule, checkpoint=where)
+    if asked == (None, None):
+        log(args, f"{rule.flags}, as in the checkpoint")
+    return rule
 
 
 def _complete(args: Any, config: HdpConfig) -> None:

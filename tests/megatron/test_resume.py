@@ -1,0 +1,66 @@
+"""Going on from a checkpoint: the data order is kept, whatever the pool, or the run is refused before it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ADAM, MODEL, NO_EVALUATION, train
+from forked import run_ranks
+from record import read_steps
+
+HERE = Path(__file__).parent
+FLAGS = [*MODEL, *ADAM, *NO_EVALUATION, "--train-iters", "4", "--adam-eps", "1e-2", "--hdp"]
+
+
+def losses(folder):
+    return [step["lm loss"] for step in read_steps(folder / "record")]
+
+
+@pytest.fixture(scope="module", params=["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+def saved(request, corpus, tmp_path_factory):
+    """Flags, checkpoint after two of four steps, and losses of all four, of a pool of 2 with no batch size given."""
+    folder = tmp_path_factory.mktemp("saved")
+    flags = [*FLAGS, "--data-path", corpus, "--ckpt-format", request.param]
+    save = ["--save", str(folder / "ckpt"), "--save-interval", "2", "--hdp-tokens-per-rank", "48"]
+    train(2, [*flags, *save], folder).check()
+    (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("2")
+    return [*flags, "--load", str(folder / "ckpt")], losses(folder)
+
+
+def test_default_batch_does_not_follow_the_pool(saved, tmp_path):
+    flags, expected = saved
+    outcome = train(1, [*flags, "--hdp-tokens-per-rank", "96"], tmp_path).check()
+    assert "--global-batch-size 2, as in the checkpoint" in outcome.outputs[0]
+    assert losses(tmp_path) == pytest.approx(expected[2:], rel=1e-5)
+
+
+def answers(cases, folder):
+    """What each command line was answered, from one process."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = [str(HERE / "refusals.py"), str(folder / "cases.json"), str(folder / "answers.json")]
+    outcome = run_ranks(1, script, folder).check()
+    return json.loads((folder / "answers.json").read_text()), outcome.output
+
+
+def test_another_batch_is_refused(saved, tmp_path):
+    flags = [*saved[0], "--hdp-tokens-per-rank", "96"]
+    cases = [
+        [*flags, "--global-batch-size", "3"],
+        [*flags, "--hdp-batch-tokens", "200"],
+        [*flags, "--non-persistent-ckpt-type", "local"],
+        [*flags, "--seed", "8"],  # last: what is accepted ends the process
+    ]
+    (other, budget, local, seed), output = answers(cases, tmp_path)
+    assert "iteration 2, was made with --global-batch-size 2, and this run asks for --global-batch-size 3" in other
+    assert other.startswith("ConfigError: --load ")
+    assert "and this run asks for --hdp-batch-tokens 200" in budget
+    assert "--non-persistent-ckpt-type" in local
+    assert seed == "accepted"
+    assert "iteration 2, had --seed 7, this run has 8: the data goes on in another order" in output
+
+
+@pytest.mark.slow
+def test_finetune_starts_anew_with_any_batch(saved, tmp_path):
+    flags = [*saved[0], "--hdp-tokens-per-rank", "96", "--global-batch-size", "3", "--finetune"]
+    train(1, flags, tmp_path).check()
+    assert [step["iteration"] for step in read_steps(tmp_path / "record")] == [1, 2, 3, 4]
