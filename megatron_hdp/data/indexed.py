@@ -16,9 +16,11 @@ Most files have one entry per document. Where a document has several (sentences)
 document, and a sentence alone would see no context.
 """
 
+import functools
 import os
 import struct
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,18 @@ VERSION = 1
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 """Token types by their code in the .idx."""
 
+_OPEN_FILES = 256
+"""At most this many .bin files are held open, far below the usual limit of 1,024, however many are blended."""
 _HEADER = struct.Struct("<9sQBQQ")
 _REMAKE = "make the files again with tools/preprocess_data.py, or copy them again if they were copied"
 
 
 class IndexedFile:
-    """One pair of .bin and .idx files, both memory mapped. `open` makes it."""
+    """One pair of .bin and .idx files; `open` makes it.
+
+    The .idx is memory mapped, so that all processes share it. The .bin is not: a mapped file that is cut short during
+    the run kills the process without a word, where a read can say which file it was.
+    """
 
     def __init__(
         self,
@@ -46,7 +54,6 @@ class IndexedFile:
         dtype: np.dtype[np.integer],
         lengths: npt.NDArray[np.integer],
         pointers: IntArray,
-        data: memoryview,
     ) -> None:
         self.prefix = prefix
         self.dtype = dtype
@@ -56,11 +63,13 @@ class IndexedFile:
         self.read_bytes = 0
         """Bytes that `read` has taken from the .bin so far."""
         self._pointers = pointers
-        self._data = data
+        self._bin = f"{prefix}.bin"
+        file = os.stat(self._bin)
+        self._identity = (file.st_dev, file.st_ino)
 
     @classmethod
     def open(cls, prefix: str | Path) -> "IndexedFile":
-        """Map ``prefix``.bin and ``prefix``.idx and check both.
+        """Map ``prefix``.idx and check it and ``prefix``.bin.
 
         Raises `DataError` that names the file, the numbers and the remedy: missing, empty or truncated files, wrong
         magic, version or token type, no documents, bounds out of order, a .bin shorter than the index says.
@@ -80,13 +89,12 @@ class IndexedFile:
         firsts = np.frombuffer(raw, "<i8", bounds, _HEADER.size + 12 * entries)
         _check_entries(prefix, lengths, pointers, firsts, dtype, sizes[".bin"])
         document_lengths, document_pointers = _documents(f"{prefix}.idx", lengths, pointers, firsts, dtype)
-        data = memoryview(np.memmap(f"{prefix}.bin", dtype=np.uint8, mode="r"))
-        return cls(prefix, dtype, document_lengths, document_pointers, data)
+        return cls(prefix, dtype, document_lengths, document_pointers)
 
     def read(self, document: int, begin: int, end: int) -> IntArray:
         """Tokens [begin, end) of one document, int64 [end - begin]; nothing else is read from the .bin.
 
-        Raises `DataError` for a range outside of the document.
+        Raises `DataError` for a range outside of the document, and for a .bin that was cut short or removed since.
         """
         if not (0 <= document < self.lengths.size and 0 <= begin <= end <= int(self.lengths[document])):
             tokens = int(self.lengths[document]) if 0 <= document < self.lengths.size else 0
@@ -94,9 +102,39 @@ class IndexedFile:
                 f"{self.prefix}: tokens {begin} to {end} of document {document} were asked for, the file has "
                 f"{self.lengths.size} documents and this one {tokens} tokens: was the file replaced during the run?"
             )
+        if begin == end:
+            return np.empty(0, np.int64)
         offset = int(self._pointers[document]) + begin * self.dtype.itemsize
-        self.read_bytes += (end - begin) * self.dtype.itemsize
-        return np.frombuffer(self._data, self.dtype, end - begin, offset).astype(np.int64)
+        size = (end - begin) * self.dtype.itemsize
+        try:
+            data = _read(_opened(self._bin, self._identity), offset, size)
+        except OSError as error:
+            raise DataError(f"{self._bin}: cannot be read any more ({error.strerror})") from error
+        self.read_bytes += size
+        return np.frombuffer(data, self.dtype).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def _opened(path: str, identity: tuple[int, int]) -> FileIO:
+    """The file, kept open. ``identity``: its device and inode, lest a file that took its name be taken for it.
+
+    One that falls out of the cache is closed when the last reader lets go of it.
+    """
+    return open(path, "rb", buffering=0)  # noqa: SIM115 (stays open on purpose)
+
+
+def _read(file: FileIO, offset: int, size: int) -> bytes:
+    """``size`` bytes from ``offset`` on. Raises `DataError` if the file ends before."""
+    data = os.pread(file.fileno(), size, offset)
+    while len(data) < size:  # a signal, or more than the 2 GiB that one call gives
+        more = os.pread(file.fileno(), size - len(data), offset + len(data))
+        if not more:
+            raise DataError(
+                f"{file.name}: cut short during the run: bytes {offset} to {offset + size} were asked for, the file has "
+                f"{os.fstat(file.fileno()).st_size} now: copy it again, and start again from the last checkpoint"
+            )
+        data += more
+    return data
 
 
 def _size(prefix: str, suffix: str) -> int:

@@ -1,3 +1,4 @@
+import os
 import struct
 import subprocess
 import sys
@@ -96,6 +97,45 @@ def test_entries_of_different_documents_may_lie_anywhere(prefix):
 def test_modes_at_the_end_are_ignored(prefix):
     write_raw(prefix, [2, 3], [0, 1, 2], extra=b"\x00\x01")
     assert IndexedFile.open(prefix).lengths.tolist() == [2, 3]
+
+
+def test_bin_cut_short_after_opening(prefix):
+    """A memory map would end the process by a signal here."""
+    write_indexed(prefix, [np.arange(10), np.arange(100, 200)], np.int32)
+    file = IndexedFile.open(prefix)
+    os.truncate(prefix + ".bin", 10 * 4 + 50 * 4)
+    assert file.read(1, 0, 50).tolist() == list(range(100, 150))
+    with pytest.raises(DataError, match=r"corpus\.bin: cut short during the run: bytes 40 to 440 .* has 240 now"):
+        file.read(1, 0, 100)
+    Path(prefix + ".bin").write_bytes(b"")
+    with pytest.raises(DataError, match="has 0 now"):
+        file.read(0, 0, 1)
+
+
+def test_a_new_file_under_the_same_name_is_read_anew(prefix):
+    write_indexed(prefix, [np.arange(10)], np.int32)
+    old = IndexedFile.open(prefix)
+    assert old.read(0, 0, 3).tolist() == [0, 1, 2]
+    write_indexed(prefix, [np.arange(50, 60)], np.int32)
+    assert IndexedFile.open(prefix).read(0, 0, 3).tolist() == [50, 51, 52]
+    assert old.read(0, 3, 6).tolist() == [3, 4, 5]
+
+
+def test_many_files_do_not_stay_open(tmp_path):
+    for n in range(300):
+        write_indexed(tmp_path / str(n), [[n]], np.int32)
+    files = [IndexedFile.open(tmp_path / str(n)) for n in range(300)]
+    assert [int(file.read(0, 0, 1)[0]) for file in files * 2] == [*range(300)] * 2
+    held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert 0 < len([path for path in held if path.startswith(str(tmp_path)) and path.endswith(".bin")]) <= 256
+
+
+def test_removed_bin(prefix):
+    write_indexed(prefix, [np.arange(10)], np.int32)
+    file = IndexedFile.open(prefix)
+    Path(prefix + ".bin").unlink()
+    with pytest.raises(DataError, match=r"corpus\.bin: cannot be read any more \(No such file"):
+        file.read(0, 0, 1)
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
