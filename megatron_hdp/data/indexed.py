@@ -120,7 +120,7 @@ def _opened(path: str, identity: tuple[int, int]) -> FileIO:
 
     One that falls out of the cache is closed when the last reader lets go of it.
     """
-    return open(path, "rb", buffering=0)  # noqa: SIM115 (stays open on purpose)
+    return open(path, "rb", buffering=0)
 
 
 def _read(file: FileIO, offset: int, size: int) -> bytes:
@@ -130,8 +130,8 @@ def _read(file: FileIO, offset: int, size: int) -> bytes:
         more = os.pread(file.fileno(), size - len(data), offset + len(data))
         if not more:
             raise DataError(
-                f"{file.name}: cut short during the run: bytes {offset} to {offset + size} were asked for, the file has "
-                f"{os.fstat(file.fileno()).st_size} now: copy it again, and start again from the last checkpoint"
+                f"{file.name}: cut short during the run: bytes {offset} to {offset + size} were asked for, the file "
+                f"has {os.fstat(file.fileno()).st_size} now: copy it again, and start again from the last checkpoint"
             )
         data += more
     return data
