@@ -1,0 +1,189 @@
+"""Units: what all baselines are made of. A unit is sequences that share one ring of ranks and one micro-batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.cost import CostModel
+from megatron_hdp.errors import PlanError
+from megatron_hdp.planner.check import held_tokens
+from megatron_hdp.types import IntArray, Plan, chunk_tokens
+
+FloatArray = npt.NDArray[np.float64]
+
+_NEVER = np.iinfo(np.int64).max // 2
+"""Later than any rank is free, and twice it still fits."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Who shares a micro-batch and where it runs. All but ``of`` have the shape [num_units]."""
+
+    of: IntArray
+    """Unit of every sequence, shape [num_sequences]."""
+    start: IntArray
+    """First rank of the unit's ring."""
+    size: IntArray
+    """Ranks of the ring, 1 for a local pack."""
+    time: IntArray
+    """Ranks run their units in order of time; units that share a rank have different times."""
+
+
+def units_plan(
+    lengths: IntArray,
+    num_ranks: int,
+    capacity: int,
+    pad_multiple: int,
+    units: Units,
+    *,
+    offload: FloatArray | None = None,
+    same_slots: bool = False,
+    equal_counts: bool = False,
+    count_multiple: int = 1,
+) -> Plan:
+    """The plan that runs every unit as one micro-batch on each rank of its ring.
+
+    One time for all ranks of a unit is a common order of all rings, so they cannot wait for each other in a circle.
+
+    Args:
+        lengths: tokens of every sequence, int64 [num_sequences].
+        num_ranks: ranks of the pool.
+        capacity: tokens that one rank holds in one micro-batch.
+        pad_multiple: pieces are multiples of this.
+        units: the units.
+        offload: fraction of each sequence's activations that leaves, [num_sequences]; zeros when None.
+        same_slots: a unit has the same slot on all its ranks, as pipelines need; ranks wait in empty micro-batches.
+        equal_counts: all ranks have equal counts, and the same slots; empty micro-batches fill up.
+        count_multiple: counts are a multiple of this.
+    """
+    unit, rank = _cells(units)
+    slots = _same_slots(units, num_ranks)[unit] if same_slots or equal_counts else _next_slots(units.time[unit], rank)
+    counts = np.ones(num_ranks, dtype=np.int64)
+    np.maximum.at(counts, rank, slots + 1)
+    if equal_counts:
+        counts[:] = counts.max()
+    counts = -(-counts // count_multiple) * count_multiple
+    rank_offsets = _offsets(counts)
+
+    members = np.argsort(units.of, kind="stable")  # the sequences of unit 0, then those of unit 1, ...
+    number = np.bincount(units.of, minlength=units.size.size)
+    first = np.cumsum(number) - number
+    pieces = number[unit]  # of every cell
+    inside = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    sequence = members[np.repeat(first[unit], pieces) + inside]
+    microbatch = np.repeat(rank_offsets[rank] + slots, pieces)
+    order = np.lexsort((sequence, microbatch))
+    return Plan(
+        num_ranks=num_ranks,
+        capacity=capacity,
+        pad_multiple=pad_multiple,
+        lengths=lengths,
+        ring_start=units.start[units.of],
+        ring_size=units.size[units.of],
+        offload=np.zeros(lengths.size) if offload is None else offload,
+        rank_offsets=rank_offsets,
+        microbatch_offsets=_offsets(np.bincount(microbatch, minlength=int(rank_offsets[-1]))),
+        piece_sequence=sequence[order],
+    )
+
+
+def _cells(units: Units) -> tuple[IntArray, IntArray]:
+    """Unit and rank of every micro-batch, unit by unit; shapes [sum of size]."""
+    unit = np.repeat(np.arange(units.size.size), units.size)
+    offset = np.arange(unit.size) - np.repeat(np.cumsum(units.size) - units.size, units.size)
+    return unit, units.start[unit] + offset
+
+
+def _next_slots(time: IntArray, rank: IntArray) -> IntArray:
+    """Slot of every cell when each rank numbers its cells 0, 1, 2, ... in order of time."""
+    order = np.lexsort((time, rank))
+    before = np.searchsorted(rank[order], rank[order])  # cells of lower ranks
+    slots = np.empty_like(order)
+    slots[order] = np.arange(order.size) - before
+    return slots
+
+
+def _same_slots(units: Units, num_ranks: int) -> IntArray:
+    """Slot of every unit, in order of time: the first that is free on all its ranks and after what they have."""
+    following = np.zeros(num_ranks, dtype=np.int64)
+    slots = np.empty_like(units.size)
+    for unit in np.argsort(units.time, kind="stable").tolist():
+        ranks = slice(int(units.start[unit]), int(units.start[unit] + units.size[unit]))
+        slots[unit] = following[ranks].max()
+        following[ranks] = slots[unit] + 1
+    return slots
+
+
+def _offsets(sizes: IntArray) -> IntArray:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def unit_picoseconds(cost: CostModel, lengths: IntArray, of: IntArray, size: IntArray) -> IntArray:
+    """Time of a micro-batch of every unit, forward and backward, int64 [num_units]; rings at their usual tier."""
+    ring = size[of]
+    total = np.full(size.size, cost.microbatch_picoseconds(), dtype=np.int64)
+    np.add.at(total, of, cost.picoseconds(lengths, ring, cost.tier(0, ring)))
+    return total
+
+
+def smallest_rings(
+    lengths: IntArray, num_ranks: int, capacity: int, pad_multiple: int, cost: CostModel, *, offload: bool
+) -> tuple[IntArray, FloatArray]:
+    """ByteScale's D(s, r): ranks of every sequence by memory, and `Plan.offload`; both [num_sequences].
+
+    Without offload that is ceil(s / capacity). With it, r is the largest fraction whose copy hides behind the forward
+    pass, for sequences above the capacity only, and 0 where it saves no rank.
+
+    Raises:
+        PlanError: a sequence does not fit in the pool.
+    """
+    size = -(-lengths // capacity)
+    fraction = np.zeros(lengths.size)
+    if offload:
+        free = cost.largest_free_offload(lengths)
+        fewer = np.minimum(cost.smallest_ring(lengths, capacity, free), size)
+        leaves = 1.0 - cost.held_fraction(free)
+        while True:  # the cost model counts bytes, the plan counts tokens rounded up: they may differ by a token
+            over = held_tokens(2 * chunk_tokens(lengths, fewer, pad_multiple), leaves) > capacity
+            if not np.any(over & (fewer < size)):
+                break
+            fewer = fewer + (over & (fewer < size))
+        fraction = np.where(fewer < size, leaves, 0.0)
+        size = fewer
+    if int(size.max()) > num_ranks:
+        longest = int(np.argmax(size))
+        raise PlanError(
+            f"sequence {longest} has {int(lengths[longest])} tokens and needs {int(size[longest])} ranks of {capacity} "
+            f"tokens, the pool has {num_ranks}: raise --hdp-tokens-per-rank or use more ranks"
+        )
+    return size, fraction
+
+
+def soonest(ends: IntArray, size: int, allowed: npt.NDArray[np.bool_] | None = None) -> int | None:
+    """First rank of the interval of ``size`` ranks that is free soonest; ties: least idling, then the lowest rank.
+
+    Args:
+        ends: when each rank is free, int64 [num_ranks].
+        size: ranks of the interval.
+        allowed: ranks that may be used, [num_ranks]; all when None.
+
+    Returns:
+        None if no interval of allowed ranks is that wide.
+    """
+    if size > ends.size:
+        return None
+    latest = ends if allowed is None else np.where(allowed, ends, _NEVER)
+    width = 1
+    while width < size:  # windows of `width` combine into wider ones
+        step = min(width, size - width)
+        latest = np.maximum(latest[: latest.size - step], latest[step:])
+        width += step
+    best = int(latest.min())
+    if best == _NEVER:
+        return None
+    candidates = np.flatnonzero(latest == best)
+    if size == 1:
+        return int(candidates[0])
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ends)])
+    return int(candidates[np.argmax(total[candidates + size] - total[candidates])])
