@@ -3,7 +3,8 @@
 * The wheel carries the dataset helpers compiled and no Makefile, but the set-up step runs make.
 * With torch's own AdamW, `DistributedOptimizer` cannot load a checkpoint: it asks a fresh optimizer for its step, and
   then gives all parameters one and the same step tensor (which torch increments once per parameter), and that of the
-  fresh optimizer. With fp32 parameters it loads in place without switching gradients off.
+  fresh optimizer. With fp32 parameters it loads in place without switching gradients off. Checkpoints of one file
+  (--ckpt-format torch) have no step per parameter, but it is asked for.
 """
 
 import functools
@@ -28,10 +29,10 @@ def apply() -> None:
     if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
         optimizer.state_dict = _state_dict(optimizer.state_dict)
         optimizer.load_state_dict = _load_state_dict(optimizer.load_state_dict)
+        optimizer._set_main_param_and_optimizer_states = _set_states(optimizer._set_main_param_and_optimizer_states)
     # with fp32 parameters the shards to load into are views of leaves that require gradients
-    optimizer.load_parameter_state_from_dp_reshardable = torch.no_grad()(
-        optimizer.load_parameter_state_from_dp_reshardable
-    )
+    for name in ("load_parameter_state_from_dp_reshardable", "load_parameter_state_from_dp_zero"):
+        setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
 
 
 def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
@@ -92,3 +93,13 @@ def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_state_dict
+
+
+def _set_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without a saved step the parameter keeps the one that `_load_state_dict` gave it; Megatron skips what is None."""
+
+    @functools.wraps(original)
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        return original(self, model_param, {"step": None, **tensors})
+
+    return set_main_param_and_optimizer_states
