@@ -18,7 +18,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_hdp import cpu, liveness
 from megatron_hdp.attention.kernels import BlockKernel, named_kernel, pick_kernel
-from megatron_hdp.errors import EmptySplitError, SeamError
+from megatron_hdp.errors import ConfigError, EmptySplitError, SeamError
 from megatron_hdp.loader import StepBundle, StepLoader
 from megatron_hdp.metrics import RingTraffic, StepLog, StepRecord, record_step
 from megatron_hdp.pool import Pool, Service, agree_on_plan, make_pool
@@ -69,8 +69,7 @@ class HdpRun:
         self._loaders: dict[str, StepLoader | None] = {}
         self._attentions: list[HdpCoreAttention] = []
         self._record: StepRecord | None = None
-        # the last rank writes, as it prints Megatron's log line
-        self._log = StepLog(self.config.log) if self.config.log and args.rank == args.world_size - 1 else None
+        self._log: StepLog | None = None
         self._logged_at = time.perf_counter()
 
     def prepare_model(self, model_config: Any) -> None:
@@ -83,6 +82,7 @@ class HdpRun:
     def _connect(self, models: list[Any]) -> list[Any]:
         """Megatron's pre-wrap hook: process groups exist now, the model is not yet wrapped."""
         args = self.args
+        self._open_log()
         self._stack.enter_context(
             liveness.watch(
                 dist.get_rank(),
@@ -99,6 +99,24 @@ class HdpRun:
             self._attentions += bind_model(model, self._pool, kernel)
         log(args, f"pool of {self._pool.size} ranks x {self.config.tokens_per_rank} tokens, kernel {kernel.name}")
         return models
+
+    def _open_log(self) -> None:
+        """Open --hdp-log on the last rank, which also prints Megatron's log line. Collective.
+
+        Raises `ConfigError` on every rank if that rank cannot write it: the others would wait for it.
+        """
+        if not self.config.log:
+            return
+        error = None
+        if dist.get_rank() == dist.get_world_size() - 1:
+            try:
+                self._log = StepLog(self.config.log)
+            except ConfigError as caught:
+                error = str(caught)
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        if errors[-1] is not None:
+            raise ConfigError(errors[-1])
 
     def _kernel(self) -> BlockKernel:
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", torch.cuda.current_device())
