@@ -12,6 +12,7 @@
 namespace nb = nanobind;
 
 using Int64View = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Float64View = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Int64Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 
 inline Int64Array to_numpy(std::vector<std::int64_t> &&values) {

@@ -1,5 +1,8 @@
 """Types of the compiled planner core, csrc/."""
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hdp.types import IntArray
 
 def best_fit(sizes: IntArray, capacity: int, rooms: IntArray) -> IntArray: ...
@@ -16,4 +19,22 @@ def rank_ends(
     backward: IntArray,
     stages: int,
     virtual_stages: int,
+) -> IntArray: ...
+def check(
+    num_ranks: int,
+    capacity: int,
+    pad_multiple: int,
+    lengths: IntArray,
+    ring_start: IntArray,
+    ring_size: IntArray,
+    offload: npt.NDArray[np.float64],
+    rank_offsets: IntArray,
+    microbatch_offsets: IntArray,
+    piece_sequence: IntArray,
+    stages: int,
+    virtual_stages: int,
+    expert_group: int,
+) -> int: ...
+def run_graph(
+    queue_offsets: IntArray, queue_nodes: IntArray, edge_from: IntArray, edge_to: IntArray, duration: IntArray
 ) -> IntArray: ...

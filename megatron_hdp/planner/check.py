@@ -4,11 +4,20 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.order import execute
+from megatron_hdp.planner.deadlock import require_order
 from megatron_hdp.types import IntArray, Plan, Ring
+
+try:
+    from megatron_hdp import _core
+except ImportError:  # a source tree without a compiler: the twin below finds the same, slower
+    _core = None  # type: ignore[assignment]
 
 MAX_PEERS = 4
 """Ranks that one rank exchanges data with, over a whole run."""
+
+
+_SOUND, _BROKEN, _UNDECIDED = 0, 1, 2
+"""What the C++ check says. Undecided: a pipeline whose rings have different slots on their ranks; huge numbers."""
 
 
 def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
@@ -16,15 +25,27 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
 
     Args:
         plan: the plan.
-        stages: pipeline stages. With more than one, counts must be equal and a ring must have the same slot on all
-            its ranks, which is enough for 1F1B and interleaved schedules.
-        virtual_stages: model parts per stage. With more than one, the count must be a multiple of ``stages``, as
-            Megatron's interleaved schedule demands.
+        stages: pipeline stages. Counts may differ between ranks, and a ring's slots too, as long as no rank would wait
+            forever under 1F1B or the interleaved schedule.
+        virtual_stages: model parts per stage. With more than one, every rank's count must be a multiple of ``stages``,
+            as Megatron's interleaved schedule demands.
         expert_group: ranks that exchange tokens between experts, consecutive; counts must be equal inside a group.
 
     Raises:
         PlanError: names the broken invariant, rank, sequence and numbers.
     """
+    verdict = _check_in_core(plan, stages, virtual_stages, expert_group)
+    if verdict != _SOUND:
+        check_python(plan, stages=stages, virtual_stages=virtual_stages, expert_group=expert_group)
+    if verdict == _BROKEN:
+        raise PlanError(
+            "check: the C++ check refuses this plan and its Python twin does not, which is an error of this package: "
+            "report it with the plan's JSON"
+        )
+
+
+def check_python(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
+    """Twin of the C++ check, and the one that says what is wrong; see `check`."""
     _check_columns(plan)
     microbatch = np.repeat(np.arange(plan.microbatch_offsets.size - 1), np.diff(plan.microbatch_offsets))
     rank_of = np.repeat(np.arange(plan.num_ranks), np.diff(plan.rank_offsets))
@@ -35,9 +56,28 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
     _check_capacity(plan, microbatch, rank_of)
     _check_peers(plan)
     _check_counts(plan, stages, virtual_stages, expert_group)
-    if stages > 1:
-        _check_same_slots(plan, microbatch - plan.rank_offsets[rank], rank)
-    execute(plan, np.zeros(rank_of.size, dtype=np.int64))
+    require_order(plan, stages, virtual_stages)
+
+
+def _check_in_core(plan: Plan, stages: int, virtual_stages: int, expert_group: int) -> int:
+    """Verdict of the C++ check; undecided where it is not built or cannot read the columns."""
+    if _core is None or any(getattr(plan, name).ndim != 1 for name in plan._columns()):
+        return _UNDECIDED
+    return _core.check(
+        plan.num_ranks,
+        plan.capacity,
+        plan.pad_multiple,
+        plan.lengths,
+        plan.ring_start,
+        plan.ring_size,
+        plan.offload,
+        plan.rank_offsets,
+        plan.microbatch_offsets,
+        plan.piece_sequence,
+        stages,
+        virtual_stages,
+        expert_group,
+    )
 
 
 def held_tokens(tokens: IntArray, offload: npt.NDArray[np.float64]) -> IntArray:
@@ -175,15 +215,11 @@ def _check_counts(plan: Plan, stages: int, virtual_stages: int, expert_group: in
     counts = plan.microbatch_counts
     if counts.min() < 1:
         raise PlanError(f"counts: rank {int(np.argmin(counts))} has no micro-batch, must have at least 1")
-    if stages > 1 and counts.min() != counts.max():
+    wrong = np.flatnonzero(counts % stages) if virtual_stages > 1 else counts[:0]
+    if wrong.size:
         raise PlanError(
-            f"counts: rank {int(np.argmin(counts))} has {counts.min()} micro-batches and rank {int(np.argmax(counts))} "
-            f"has {counts.max()}, must be equal with {stages} pipeline stages"
-        )
-    if virtual_stages > 1 and counts[0] % stages:
-        raise PlanError(
-            f"counts: ranks have {counts[0]} micro-batches, the interleaved schedule needs a multiple of the {stages} "
-            "pipeline stages"
+            f"counts: rank {wrong[0]} has {counts[wrong[0]]} micro-batches, the interleaved schedule needs a multiple "
+            f"of the {stages} pipeline stages"
         )
     if expert_group < 1 or plan.num_ranks % expert_group:
         raise PlanError(f"counts: expert groups of {expert_group} ranks do not divide the pool of {plan.num_ranks}")
@@ -193,20 +229,6 @@ def _check_counts(plan: Plan, stages: int, virtual_stages: int, expert_group: in
         raise PlanError(
             f"counts: ranks {wrong[0] * expert_group} to {(wrong[0] + 1) * expert_group - 1} share experts and have "
             f"{groups[wrong[0]].tolist()} micro-batches, must be equal"
-        )
-
-
-def _check_same_slots(plan: Plan, slot: IntArray, rank: IntArray) -> None:
-    """A ring has the same slot on all its ranks."""
-    slot_of = np.full(plan.lengths.size, -1, dtype=np.int64)
-    slot_of[plan.piece_sequence] = slot
-    wrong = np.flatnonzero(slot != slot_of[plan.piece_sequence])
-    if wrong.size:
-        i = wrong[0]
-        s = plan.piece_sequence[i]
-        raise PlanError(
-            f"slots: sequence {s} is in slot {slot[i]} of rank {rank[i]} and in slot {slot_of[s]} of another, must be "
-            "the same with pipeline stages"
         )
 
 

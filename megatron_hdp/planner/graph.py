@@ -1,36 +1,31 @@
 """Rings as rendezvous: micro-batches that must run together, and the graph of what waits for what."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from megatron_hdp.planner.schedule import FORWARD, schedule
+from megatron_hdp.planner.schedule import Exchange, Messages, Op, next_place, previous_place, steps
 from megatron_hdp.types import IntArray
+
+try:
+    from megatron_hdp import _core
+except ImportError:  # a source tree without a compiler: the twin gives the same times, slower
+    _core = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class Graph:
     """Nodes that run in the order of queues; a node starts when all queues that hold it have come to it."""
 
-    queues: Sequence[Sequence[int]]
-    """Nodes of each queue in order. A node may be in many queues, but not twice in one."""
-    after: Sequence[Sequence[int]]
-    """Nodes that also wait for this node to end, shape [num_nodes]."""
-    duration: Sequence[int]
+    queue_offsets: IntArray
+    """Queue q is queue_nodes[queue_offsets[q] : queue_offsets[q + 1]]; shape [num_queues + 1]."""
+    queue_nodes: IntArray
+    """A node may be in many queues, but not twice in one."""
+    edge_from: IntArray
+    """Node edge_to[e] also waits for the end of node edge_from[e]; shapes [num_edges]."""
+    edge_to: IntArray
+    duration: IntArray
     """Picoseconds of each node, shape [num_nodes]."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a graph ran: when each queue ended, and how far it came."""
-
-    ends: list[int]
-    turn: list[int]
-    """Nodes of each queue that ran; fewer than the queue has if the graph has a cycle."""
-    ended: list[int]
-    """When each node ended, -1 if it never ran."""
 
 
 def groups(
@@ -73,20 +68,14 @@ def tied_slots(rank_offsets: IntArray, group: IntArray) -> tuple[int, int, int] 
     return int(r), int(first - rank_offsets[r]), int(second - rank_offsets[r])
 
 
-def group_maximum(group: IntArray, values: IntArray) -> IntArray:
-    """Largest value of each group's members, int64 [num_groups]."""
-    result = np.zeros(int(group.max()) + 1, dtype=np.int64)
-    np.maximum.at(result, group, values)
-    return result
-
-
 def whole_graph(rank_offsets: IntArray, group: IntArray, forward: IntArray, backward: IntArray) -> Graph:
     """Without a pipeline: one node per group, forward and backward in one, because all members go on together.
 
     Queue r is rank r. ``forward`` and ``backward``: picoseconds of each micro-batch, shape [num_microbatches].
     """
-    duration = group_maximum(group, forward) + group_maximum(group, backward)
-    return Graph(_per_rank(rank_offsets, group), [()] * duration.size, duration.tolist())
+    none = np.zeros(0, dtype=np.int64)
+    duration = _group_maximum(group, forward) + _group_maximum(group, backward)
+    return Graph(rank_offsets, group, none, none, duration)
 
 
 def pipeline_graph(
@@ -96,75 +85,143 @@ def pipeline_graph(
     backward: IntArray,
     stages: int,
     virtual_stages: int,
+    messages: Messages = "free",
 ) -> Graph:
     """With a pipeline: one node per group, model part and phase; queue r * stages + p is stage p of rank r.
 
     Node (group, place, phase) is number (group * stages * virtual_stages + place) * 2 + phase, where the model part
-    ``place`` lies on stage place % stages. Messages between stages take no time and wait for nobody.
+    ``place`` lies on stage place % stages. Unless ``messages`` are free (they take no time, their senders wait for
+    nobody), every exchange of messages is a node too, behind those.
     """
     places = stages * virtual_stages
-    both = np.stack([group_maximum(group, forward), group_maximum(group, backward)], axis=1) // virtual_stages
+    both = np.stack([_group_maximum(group, forward), _group_maximum(group, backward)], axis=1) // virtual_stages
+    counts = np.diff(rank_offsets)
+    templates = {int(n): _template(int(n), stages, virtual_stages, messages) for n in np.unique(counts)}
+    num_ops = both.shape[0] * places * 2
+    sizes = np.array([templates[n].place.size for n in counts.tolist()], dtype=np.int64)
+    begin = np.cumsum(sizes) - sizes
+    queue_nodes = np.empty(int(sizes.sum()), dtype=np.int64)
+    lengths = np.empty((counts.size, stages), dtype=np.int64)
+    edges = [_next_parts(both.shape[0], places)]
+    for count, template in templates.items():
+        ranks = np.flatnonzero(counts == count)
+        at = begin[ranks][:, None] + np.arange(template.place.size)
+        of_group = group[rank_offsets[ranks][:, None] + template.slot]
+        ops = (of_group * places + template.place) * 2 + template.phase
+        nodes = np.where(template.phase < 0, num_ops + at, ops)  # an exchange is numbered by where it stands
+        queue_nodes[at] = nodes
+        lengths[ranks] = template.lengths
+        edges.append(nodes[:, template.edges].transpose(1, 0, 2).reshape(2, -1))
+    edge_from, edge_to = np.concatenate(edges, axis=1)
     duration = np.repeat(both, places, axis=0).reshape(-1)
-    ranks = _per_rank(rank_offsets, group)
-    orders = {
-        (count, stage): schedule(count, stage, stages, virtual_stages)
-        for count in {len(mine) for mine in ranks}
-        for stage in range(stages)
-    }
-    queues = [
-        [(mine[op.slot] * places + op.part * stages + stage) * 2 + op.phase for op in orders[len(mine), stage]]
-        for mine in ranks
-        for stage in range(stages)
-    ]
-    return Graph(queues, [_next_part(node, places) for node in range(duration.size)], duration.tolist())
+    if messages != "free":
+        duration = np.concatenate([duration, np.zeros(queue_nodes.size, dtype=np.int64)])
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths.reshape(-1))])
+    return Graph(offsets, queue_nodes, edge_from, edge_to, duration)
 
 
-def _next_part(node: int, places: int) -> tuple[int, ...]:
-    """The node that takes over the micro-batch: next part in forward, the same at the turn, previous in backward."""
-    place, phase = node // 2 % places, node % 2
-    if phase == FORWARD:
-        return (node + 2,) if place + 1 < places else (node + 1,)
-    return (node - 2,) if place > 0 else ()
+@dataclass(frozen=True)
+class _Template:
+    """The steps of one column on all its stages, stage after stage; shape [num_steps] where not said otherwise."""
+
+    slot: IntArray
+    """0 for an exchange."""
+    place: IntArray
+    phase: IntArray
+    """-1 for an exchange."""
+    lengths: IntArray
+    """Steps of each stage, shape [stages]."""
+    edges: IntArray
+    """Steps that other steps wait for: from, to; shape [2, num_edges]."""
 
 
-def _per_rank(rank_offsets: IntArray, group: IntArray) -> list[list[int]]:
-    flat, cuts = group.tolist(), rank_offsets.tolist()
-    return [flat[begin:end] for begin, end in pairwise(cuts)]
+def _template(count: int, stages: int, virtual_stages: int, messages: Messages) -> _Template:
+    """Steps of a column with ``count`` micro-batches; an exchange waits for what stands before its counterparts."""
+    columns: list[tuple[int, int, int]] = []
+    lengths: list[int] = []
+    exchanges: list[tuple[int, int, Exchange]] = []
+    sent: dict[tuple[int, Op] | None, int] = {}  # stage and op -> exchange in which its result leaves
+    asked: dict[tuple[int, Op] | None, int] = {}  # stage and op -> exchange in which its input may come
+    for stage in range(stages):
+        order = steps(count, stage, stages, virtual_stages, messages)
+        lengths.append(len(order))
+        for step in order:
+            at = len(columns)
+            if isinstance(step, Op):
+                columns.append((step.slot, step.part * stages + stage, step.phase))
+                continue
+            columns.append((0, 0, -1))
+            exchanges.append((at, stage, step))
+            sent.update({(stage, op): at for op in step.sends})
+            asked.update({(stage, op): at for op in step.asks})
+    firsts = set(np.cumsum([0, *lengths]).tolist())
+    edges = []
+    for at, stage, exchange in exchanges:
+        others = [asked[next_place(op, stage, stages, virtual_stages)] for op in exchange.sends]
+        if exchange.waits:
+            others += [sent[previous_place(op, stage, stages, virtual_stages)] for op in exchange.asks]
+        edges += [(other - 1, at) for other in others if other not in firsts]
+    slot, place, phase = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    both = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    return _Template(slot, place, phase, np.array(lengths, dtype=np.int64), both)
 
 
-def run(graph: Graph) -> Run:
-    """Let every node start as early as it can (longest path, Kahn's order); stops where nothing can start."""
-    num = len(graph.duration)
-    waits = [0] * num
-    holders: list[list[int]] = [[] for _ in range(num)]
-    for q, nodes in enumerate(graph.queues):
-        for node in nodes:
-            holders[node].append(q)
-            waits[node] += 1
-    for nodes in graph.after:
-        for node in nodes:
-            waits[node] += 1
-    ready_at, ended = [0] * num, [-1] * num
-    turn, ends = [0] * len(graph.queues), [0] * len(graph.queues)
+def _next_parts(num_groups: int, places: int) -> IntArray:
+    """Edges from each op to the one that takes over its micro-batch, shape [2, num_edges].
+
+    Next part in forward, the same part at the turn, previous part in backward.
+    """
+    place = np.arange(places)
+    one_from = np.concatenate([2 * place, 2 * place[1:] + 1])
+    one_to = np.concatenate([2 * place[1:], [2 * places - 1], 2 * place[:-1] + 1])
+    base = 2 * places * np.arange(num_groups)[:, None]
+    return np.stack([(base + one_from).reshape(-1), (base + one_to).reshape(-1)])
+
+
+def _group_maximum(group: IntArray, values: IntArray) -> IntArray:
+    """Largest value of each group's members, int64 [num_groups]."""
+    result = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(result, group, values)
+    return result
+
+
+def run(graph: Graph) -> IntArray:
+    """When each node ends if every node starts as early as it can; -1 if it never runs. int64 [num_nodes].
+
+    Nodes in a cycle, and those that wait for them, never run.
+    """
+    if _core is None:
+        return run_python(graph)
+    ended: IntArray = _core.run_graph(
+        graph.queue_offsets, graph.queue_nodes, graph.edge_from, graph.edge_to, graph.duration
+    )
+    return ended
+
+
+def run_python(graph: Graph) -> IntArray:
+    """Twin of the C++ `run_graph`: longest paths in Kahn's order."""
+    num = graph.duration.size
+    waits = (np.bincount(graph.queue_nodes, minlength=num) + np.bincount(graph.edge_to, minlength=num)).tolist()
+    later: list[list[int]] = [[] for _ in range(num)]  # who hears of a node's end: next nodes of its queues, and edges
+    heads = np.zeros(graph.queue_nodes.size, dtype=bool)
+    heads[graph.queue_offsets[:-1][np.diff(graph.queue_offsets) > 0]] = True
+    follows = np.flatnonzero(~heads)
+    for a, b in zip(graph.queue_nodes[follows - 1].tolist(), graph.queue_nodes[follows].tolist(), strict=True):
+        later[a].append(b)
+    for a, b in zip(graph.edge_from.tolist(), graph.edge_to.tolist(), strict=True):
+        later[a].append(b)
+    duration, ready_at, ended = graph.duration.tolist(), [0] * num, [-1] * num
     ready: list[int] = []
-
-    def reach(node: int, time: int) -> None:
-        ready_at[node] = max(ready_at[node], time)
+    for node in graph.queue_nodes[heads].tolist():
         waits[node] -= 1
-        if waits[node] == 0:
+        if not waits[node]:
             ready.append(node)
-
-    for nodes in graph.queues:
-        if nodes:
-            reach(nodes[0], 0)
     while ready:
         node = ready.pop()
-        end = ended[node] = ready_at[node] + graph.duration[node]
-        for q in holders[node]:
-            ends[q] = end
-            turn[q] += 1
-            if turn[q] < len(graph.queues[q]):
-                reach(graph.queues[q][turn[q]], end)
-        for later in graph.after[node]:
-            reach(later, end)
-    return Run(ends, turn, ended)
+        end = ended[node] = ready_at[node] + duration[node]
+        for next_ in later[node]:
+            ready_at[next_] = max(ready_at[next_], end)
+            waits[next_] -= 1
+            if not waits[next_]:
+                ready.append(next_)
+    return np.array(ended, dtype=np.int64)

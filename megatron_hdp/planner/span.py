@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.graph import groups, pipeline_graph, run, tied_slots, whole_graph
+from megatron_hdp.planner.graph import groups, pipeline_graph, run_python, tied_slots, whole_graph
 from megatron_hdp.types import IntArray, Plan
 
 try:
@@ -83,7 +83,7 @@ def ends_of_columns(
     Raises:
         PlanError: ranks would wait for each other forever.
     """
-    if _core is not None and hasattr(_core, "rank_ends"):
+    if _core is not None:
         found: IntArray = _core.rank_ends(
             rank_offsets, microbatch_offsets, piece_sequence, ring_size, forward, backward, stages, virtual_stages
         )
@@ -120,7 +120,10 @@ def ends_of_columns_python(
         graph = whole_graph(rank_offsets, group, forward, backward)
     else:
         graph = pipeline_graph(rank_offsets, group, forward, backward, stages, virtual_stages)
-    ran = run(graph)
-    if any(turn < len(nodes) for turn, nodes in zip(ran.turn, graph.queues, strict=True)):
+    ended = run_python(graph)[graph.queue_nodes]
+    if np.any(ended < 0):
         raise PlanError("order: ranks would wait for each other forever: see planner.check")
-    return np.array(ran.ends, dtype=np.int64).reshape(-1, stages).max(axis=1)
+    if not ended.size:
+        return np.zeros(counts.size, dtype=np.int64)
+    cuts = graph.queue_offsets
+    return np.where(np.diff(cuts) > 0, ended[cuts[1:] - 1], 0).reshape(-1, stages).max(axis=1)
