@@ -248,6 +248,23 @@ def named_kernel(name: str) -> BlockKernel:
     raise ConfigError(f"there is no attention kernel called {name!r}: choose one of {known}")
 
 
+def chosen_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel:
+    """The kernel that --hdp-kernel asks for, "auto" being the fastest that can serve such tensors.
+
+    Raises ConfigError, with the kernels that can, for an unknown one and for one that cannot.
+    """
+    if name == "auto":
+        return pick_kernel(device, dtype, head_dim)
+    found = available_kernels(device, dtype, head_dim)
+    can = ", ".join(["auto", *(known for known, usable, _ in found if usable)])
+    reasons = {known: reason for known, _, reason in found}
+    if name not in reasons:
+        raise ConfigError(f"--hdp-kernel {name}: there is no such kernel; here can run: {can}")
+    if reasons[name]:
+        raise ConfigError(f"--hdp-kernel {name}: {reasons[name]}; here can run: {can}")
+    return named_kernel(name)
+
+
 def available_kernels(
     device: torch.device | None = None, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> list[tuple[str, bool, str]]:

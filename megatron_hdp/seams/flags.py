@@ -13,6 +13,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from megatron_hdp import cpu
+from megatron_hdp.attention.kernels import BlockKernel, chosen_kernel
 from megatron_hdp.batch_rule import BatchRule, first_rule, resumed_rule
 from megatron_hdp.config import HdpConfig, flag, option_names, option_parser, resolve
 from megatron_hdp.errors import ConfigError
@@ -83,6 +87,15 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def config_from_args(args: Any) -> HdpConfig:
     """The run's options, as stored on validated args."""
     return HdpConfig(**{name: getattr(args, f"hdp_{name}") for name in option_names()})
+
+
+def kernel_from_args(args: Any) -> BlockKernel:
+    """The attention kernel of --hdp-kernel on this rank's device.
+
+    Raises `ConfigError`, with the kernels that can run, for one that is unknown or cannot.
+    """
+    device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", args.local_rank)
+    return chosen_kernel(args.hdp_kernel, device, args.params_dtype, args.kv_channels)
 
 
 def _explicit_options(args: Any) -> dict[str, Any]:
@@ -206,6 +219,7 @@ def _complete(args: Any, config: HdpConfig) -> None:
         setattr(args, f"hdp_{name}", value)
     if args.hdp_balance == "auto":
         args.hdp_balance = "pp" if args.pipeline_model_parallel_size > 1 else "dp"
+    kernel_from_args(args)  # a wrong name is better found now than when the model is built
     args.hdp_validated = True
 
 

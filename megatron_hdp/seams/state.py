@@ -16,8 +16,7 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron_hdp import cpu, liveness
-from megatron_hdp.attention.kernels import BlockKernel, named_kernel, pick_kernel
+from megatron_hdp import liveness
 from megatron_hdp.errors import ConfigError, EmptySplitError, SeamError
 from megatron_hdp.loader import StepBundle, StepLoader
 from megatron_hdp.metrics import RingTraffic, StepLog, StepRecord, record_step
@@ -29,7 +28,7 @@ from megatron_hdp.seams.data import (
     loader_options,
     planner_from_args,
 )
-from megatron_hdp.seams.flags import config_from_args, log
+from megatron_hdp.seams.flags import config_from_args, kernel_from_args, log
 from megatron_hdp.seams.install import table_text
 from megatron_hdp.seams.spec import HdpCoreAttention, bind_model, hdp_layer_spec
 
@@ -94,7 +93,7 @@ class HdpRun:
         )
         pool_ranks = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
         self._pool = make_pool(pool_ranks)
-        kernel = self._kernel()
+        kernel = kernel_from_args(args)
         for model in models:
             self._attentions += bind_model(model, self._pool, kernel)
         log(args, f"pool of {self._pool.size} ranks x {self.config.tokens_per_rank} tokens, kernel {kernel.name}")
@@ -117,13 +116,6 @@ class HdpRun:
         dist.all_gather_object(errors, error)
         if errors[-1] is not None:
             raise ConfigError(errors[-1])
-
-    def _kernel(self) -> BlockKernel:
-        device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", torch.cuda.current_device())
-        name = self.config.kernel
-        return (
-            pick_kernel(device, self.args.params_dtype, self.args.kv_channels) if name == "auto" else named_kernel(name)
-        )
 
     @property
     def pool(self) -> Pool:

@@ -17,6 +17,7 @@ from megatron_hdp.attention.kernels import (
     TorchCudaFlashKernel,
     accumulate_dtype,
     available_kernels,
+    chosen_kernel,
     named_kernel,
     pick_kernel,
 )
@@ -442,3 +443,13 @@ def test_kernels_are_picked_by_capability_and_reported_with_reasons():
     assert "CUDA" in report["torch_cuda_flash"][1]
     with pytest.raises(ConfigError, match="choose one of torch_cuda_flash, torch_cpu_flash, reference"):
         named_kernel("tiny")
+
+
+def test_a_kernel_that_cannot_run_is_refused_with_those_that_can():
+    cpu = torch.device("cpu")
+    assert chosen_kernel("auto", cpu, torch.float32, 64).name == "torch_cpu_flash"
+    assert chosen_kernel("reference", cpu, torch.float32, 64).name == "reference"
+    with pytest.raises(ConfigError, match=r"torch_cuda_flash: .*CUDA.*can run: auto, torch_cpu_flash, reference"):
+        chosen_kernel("torch_cuda_flash", cpu, torch.bfloat16, 64)
+    with pytest.raises(ConfigError, match="tiny: there is no such kernel; here can run: auto, torch_cpu_flash, ref"):
+        chosen_kernel("tiny", cpu, torch.float32, 64)

@@ -41,6 +41,8 @@ CONFLICTS = {
     "--tokenizer-type GPT2BPETokenizer": "needs --vocab-file and --merge-file",
     "--tensor-model-parallel-size 3": "cannot form columns",
     "--eval-global-batch-size 4": "--eval-global-batch-size",
+    "--hdp-kernel torch_cuda_flash": "runs on CUDA, not on cpu; here can run: auto, torch_cpu_flash, reference",
+    "--hdp-kernel flash9": "no such kernel; here can run: auto, torch_cpu_flash, reference",
 }
 
 
