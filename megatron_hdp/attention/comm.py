@@ -61,7 +61,7 @@ class RingComm:
         self.rank = self.ranks.index(me)
         """Pool rank of this process."""
         self.bytes_sent = 0
-        """Payload bytes sent so far, warm-up included."""
+        """Payload bytes of rings sent so far; the few of the warm-up do not count."""
         self.peers: set[int] = set()
         """Pool ranks that this rank has exchanged a message with."""
 
@@ -105,11 +105,13 @@ class RingComm:
             (dist.irecv, buffer, peer, "receiving from") for peer, buffer in zip(peers, theirs)
         ]
         context = "the first message, warming up the ring connections"
+        sent_before = self.bytes_sent
         for work, deed in self._post(sends + receives, context):
             try:
                 work.wait()
             except RuntimeError as error:
                 raise _lost(deed, context, error) from error
+        self.bytes_sent = sent_before
         answers = [int(buffer) for buffer in theirs]
         if answers != peers:
             raise ConfigError(

@@ -273,7 +273,7 @@ def warm_up(context: RankContext, max_distance: int) -> tuple[set[int], int]:
 def test_warm_up_meets_every_rank_within_two(rank_pool, num_ranks):
     for rank, (peers, sent) in enumerate(rank_pool.run(warm_up, 2, ranks=num_ranks, timeout_s=20)):
         assert peers == {r for r in range(num_ranks) if 0 < abs(r - rank) <= 2}
-        assert sent == 8 * len(peers)
+        assert sent == 0  # no traffic of rings
 
 
 def partial_gradients(context: RankContext, plan_json: str, heads: Heads) -> list:
