@@ -47,7 +47,7 @@ class LoaderOptions:
 
     rank: int
     vocab_size: int
-    """Tokens must be below this (padded) vocabulary size."""
+    """Tokens must be below this: entries of the tokenizer, which the model's embedding may exceed by padding."""
     eod: int | None
     """End-of-document token whose own position is masked, or None."""
     lookahead: int
@@ -115,10 +115,10 @@ class StepLoader:
         )
 
     def _check_vocabulary(self, arrays: MicroBatchArrays) -> None:
-        """An id beyond the embedding would read another parameter's memory on some devices."""
+        """An id beyond the vocabulary trains a row of padding; one beyond the embedding reads other memory."""
         largest = int(max(arrays.tokens.max(), arrays.labels.max()))
         if largest >= self._options.vocab_size:
             raise DataError(
-                f"the data holds token id {largest}, but the model's vocabulary has {self._options.vocab_size} "
-                "entries: was the corpus made with another tokenizer?"
+                f"the data holds token id {largest}, but the vocabulary has {self._options.vocab_size} entries "
+                "(--vocab-size, or the tokenizer's): was the corpus made with another tokenizer?"
             )

@@ -89,10 +89,19 @@ def loader_options(args: Any, config: HdpConfig, rank: int) -> LoaderOptions:
     """How this rank turns documents into model input."""
     return LoaderOptions(
         rank=rank,
-        vocab_size=args.padded_vocab_size,
+        vocab_size=_vocab_size(args),
         eod=get_tokenizer().eod if args.eod_mask_loss else None,
         lookahead=config.lookahead,
     )
+
+
+def _vocab_size(args: Any) -> int:
+    """Entries of the tokenizer; of the padded embedding where a tokenizer does not say."""
+    try:
+        known = int(get_tokenizer().vocab_size)
+    except (AttributeError, NotImplementedError, TypeError):
+        return int(args.padded_vocab_size)
+    return min(known, int(args.padded_vocab_size))
 
 
 def check_longest(corpus: Corpus, pool_size: int, tokens_per_rank: int) -> None:

@@ -79,8 +79,10 @@ def test_log_that_cannot_be_written(corpus, tmp_path, path, ranks):
 def test_tokens_beyond_the_vocabulary(tmp_path):
     from megatron_hdp.data.indexed import write_indexed
 
-    write_indexed(tmp_path / "data", [np.array([1, 2, 9000])] * 20, np.uint16)
-    assert "token id 9000" in refuse(str(tmp_path / "data"), tmp_path)
+    # also where padding has made the embedding larger: 257 entries become 384
+    write_indexed(tmp_path / "data", [np.array([1, 2, 257])] * 20, np.uint16)
+    output = refuse(str(tmp_path / "data"), tmp_path)
+    assert "the data holds token id 257, but the vocabulary has 257 entries" in output
 
 
 def test_ranks_with_different_data_are_told_apart(corpus, tmp_path):
