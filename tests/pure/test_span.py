@@ -92,7 +92,7 @@ def costs(case: Plan, rng: np.random.Generator):
 def test_check_and_times_are_those_of_the_executor(stages, parts):
     rng = np.random.default_rng(stages * 10 + parts)
     verdicts: Counter[tuple[bool, bool]] = Counter()
-    for _ in range(400):
+    for _ in range(250):
         case = random_plan(rng, stages, parts, shuffle=0.6)
         forward, backward, by_slot = costs(case, rng)
         truth = execute(case, stages, parts, cost=by_slot)
