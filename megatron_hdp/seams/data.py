@@ -9,6 +9,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_hdp.config import HdpConfig
 from megatron_hdp.data.corpus import SPLITS, Corpus, SequenceCount, TokenBudget, open_corpus
+from megatron_hdp.data.flags import check_blend, split_shares
 from megatron_hdp.errors import ConfigError, DataError
 from megatron_hdp.loader import LoaderOptions, StepBundle, StepLoader
 from megatron_hdp.planner import plan
@@ -43,7 +44,7 @@ def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
     if blend_per_split is not None:
         blend, shares = blend_per_split[index], None
     else:
-        shares = _split_shares(args.split)
+        shares = split_shares(args.split)
     if blend is None or (shares is not None and shares[index] == 0):
         return None
     prefixes, weights = blend
@@ -62,13 +63,18 @@ def corpus_from_args(args: Any, config: HdpConfig, split: str) -> Corpus | None:
     )
 
 
-def _split_shares(text: str | None) -> list[float]:
-    """Shares of train, validation and test from --split, as Megatron reads it (its default is 969,30,1)."""
-    parts = [float(part) for part in (text or "969,30,1").replace("/", ",").split(",")]
-    parts += [0.0] * (len(SPLITS) - len(parts))
-    if min(parts) < 0 or sum(parts) <= 0 or len(parts) > len(SPLITS):
-        raise ConfigError(f"--split {text}: up to three shares, none negative, not all zero")
-    return [part / sum(parts) for part in parts]
+def check_data_flags(args: Any) -> None:
+    """Raise `ConfigError` for shares or weights that are no such, and where no training data is asked for."""
+    trains = not args.skip_train and args.train_iters != 0
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        check_blend(getattr(args, name) or [], f"--{name.replace('_', '-')}")
+    if args.data_path or args.data_args_path:
+        if trains and split_shares(args.split)[0] == 0:
+            raise ConfigError(
+                f"--split {args.split}: its first share, that of training, is 0: give it one, or --skip-train"
+            )
+    elif trains and not (args.train_data_path or args.per_split_data_args_path):
+        raise ConfigError("there is no training data: give --train-data-path, or --skip-train")
 
 
 def planner_from_args(args: Any, config: HdpConfig, pool_size: int) -> Callable[[IntArray], Plan]:

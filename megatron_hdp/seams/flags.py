@@ -21,7 +21,8 @@ from megatron_hdp.batch_rule import BatchRule, first_rule, resumed_rule
 from megatron_hdp.config import HdpConfig, flag, option_names, option_parser, resolve
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
-from megatron_hdp.seams.refuse import refuse_conflicts
+from megatron_hdp.seams.data import check_data_flags
+from megatron_hdp.seams.refuse import refuse_conflicts, refuse_numbers
 from megatron_hdp.seams.resume import saved_run
 
 
@@ -76,6 +77,8 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, defaults)
         config = resolve(_explicit_options(args), args.hdp_config)
         refuse_conflicts(args, defaults)
+        refuse_numbers(args)
+        check_data_flags(args)
         config = _prepare(args, config)
         result = original(args, defaults)
         _complete(args, config)
@@ -173,8 +176,6 @@ def _check_capacity(args: Any, config: HdpConfig) -> None:
             if capacity > 1
             else "--hdp-tokens-per-rank must be at least 2"
         )
-    if args.seq_length is None:
-        raise ConfigError("--hdp needs --seq-length: the context, to which longer documents are cut")
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hdp.data.corpus import SPLITS
 from megatron_hdp.errors import ConfigError
 
 
@@ -142,6 +143,38 @@ REFUSALS: tuple[Refusal, ...] = (
         "weight shards beyond tensor parallelism change which ranks form the pool",
     ),
 )
+
+_LARGEST_SEED = 2**32 - len(SPLITS)  # every split's stream has its own, counted from --seed
+
+LIMITS: tuple[tuple[str, int, int | None, str], ...] = (
+    ("seq_length", 1, None, "the context, in tokens"),
+    ("global_batch_size", 1, None, "sequences in a step"),
+    ("context_parallel_size", 1, None, "ranks, which are folded into the pool"),
+    ("tensor_model_parallel_size", 1, None, "ranks"),
+    ("pipeline_model_parallel_size", 1, None, "stages"),
+    ("train_iters", 0, None, "steps"),
+    ("eval_iters", 0, None, "steps"),
+    ("seed", 0, _LARGEST_SEED, "the seed of the order of the data"),
+)
+"""Numbers that Megatron takes and stumbles over later: option, least, most, what it is."""
+
+
+def refuse_numbers(args: Any) -> None:
+    """Raise `ConfigError` for a number out of its range; one that was not given is fine, but for --seq-length."""
+    for name, least, most, what in LIMITS:
+        value = getattr(args, name, None)
+        if value is not None and not (least <= value and (most is None or value <= most)):
+            bound = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: {what}; it must be {bound}")
+    if args.seq_length is None:
+        raise ConfigError("--hdp needs --seq-length: the context, to which longer documents are cut")
+    positions = args.max_position_embeddings
+    if positions is not None and positions < args.seq_length:
+        raise ConfigError(
+            f"--max-position-embeddings {positions} is smaller than the context --seq-length {args.seq_length}: "
+            f"set --max-position-embeddings to at least {args.seq_length}"
+        )
+
 
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
