@@ -13,6 +13,7 @@ from typing import NoReturn
 from megatron_hdp import __version__, cpu, install
 from megatron_hdp.errors import ConfigError, HdpError
 from megatron_hdp.script import find_script, run_as_main
+from megatron_hdp.seams.flag_group import group_help
 
 USAGE = """usage: torchrun [torchrun options] -m megatron_hdp [--cpu] SCRIPT [SCRIPT ARGS...]
 
@@ -23,9 +24,7 @@ the run is stock Megatron.
   --version  print the version
   --help     print this
 
-Script arguments come after SCRIPT. The main ones of this package:
-  --hdp                       turn it on
-  --hdp-tokens-per-rank N     tokens that one rank holds in one micro-batch
+Script arguments come after SCRIPT; `SCRIPT --help` shows all of them, --help alone those of this package.
 """
 
 _MESSAGE_HEAD_START_SECONDS = 5.0
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h", "--version"):
-        print(__version__ if argv[0] == "--version" else USAGE, flush=True)
+        print(__version__ if argv[0] == "--version" else f"{USAGE}\n{group_help()}", flush=True)
         return
     try:
         launch = parse(argv)

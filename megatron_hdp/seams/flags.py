@@ -4,11 +4,8 @@ Only plain numbers, strings and booleans are put on Megatron's args: they are pi
 load where this package is not installed.
 """
 
-import argparse
-import ast
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,53 +15,25 @@ import torch
 from megatron_hdp import cpu
 from megatron_hdp.attention.kernels import BlockKernel, chosen_kernel
 from megatron_hdp.batch_rule import BatchRule, first_rule, resumed_rule
-from megatron_hdp.config import HdpConfig, flag, option_names, option_parser, resolve
+from megatron_hdp.config import HdpConfig, flag, option_names, resolve
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
 from megatron_hdp.seams.data import check_data_flags
+from megatron_hdp.seams.flag_group import add_group, mend_help
 from megatron_hdp.seams.refuse import refuse_conflicts, refuse_numbers
 from megatron_hdp.seams.resume import saved_run
 
 
 def wrap_add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam "flags": add our group after Megatron's own flags."""
+    """Seam "flags": add our group after Megatron's own flags, whose help is made printable."""
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        return _add_group(original(parser))
+        parser = original(parser)
+        mend_help(parser)
+        return add_group(parser)
 
     return add_megatron_arguments
-
-
-def _add_group(parser: Any) -> Any:
-    """The --hdp-* group. Options without a value on the command line leave no attribute, so YAML can fill them."""
-    group = parser.add_argument_group(title="hybrid data parallelism")
-    group.add_argument("--hdp", action="store_true", help="Turn on hybrid data parallelism.")
-    group.add_argument("--hdp-config", metavar="FILE", default=None, help="YAML file with the options below.")
-    for field in dataclasses.fields(HdpConfig):
-        kind, choices = option_parser(field.name)
-        group.add_argument(
-            flag(field.name),
-            type=kind,
-            choices=choices,
-            dest=f"hdp_{field.name}",
-            default=argparse.SUPPRESS,
-            help=f"{_field_docs()[field.name]} Default: {field.default}.".replace("%", "%%"),
-        )
-    return parser
-
-
-@functools.cache
-def _field_docs() -> dict[str, str]:
-    """Docstrings under the fields of `HdpConfig`, by field name."""
-    body = ast.parse(inspect.getsource(HdpConfig)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for statement, following in zip(body.body, body.body[1:]):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            assert isinstance(following, ast.Expr), f"HdpConfig.{statement.target.id} has no docstring"
-            docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return docs
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:

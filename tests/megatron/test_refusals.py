@@ -122,3 +122,11 @@ def test_cuda_graphs_are_refused():
     assert refusal.applies(SimpleNamespace(cuda_graph_impl="none", optimizer_cuda_graph=True))
     assert refusal.applies(SimpleNamespace(enable_cuda_graph=True))
     assert not refusal.applies(SimpleNamespace(cuda_graph_impl="none"))
+
+
+def test_help_of_the_script_lists_megatrons_flags_and_ours(tmp_path):
+    """Megatron 0.19 alone ends with a stack trace here: one of its own texts holds a bare %."""
+    outcome = run_ranks(1, [f"{HERE}/../../scripts/pretrain_gpt.py", "--help"], tmp_path).check()
+    assert "10%" in outcome.output
+    assert "--num-layers" in outcome.output
+    assert "--hdp-tokens-per-rank" in outcome.output

@@ -58,9 +58,34 @@ def test_missing_yaml_is_explained(tmp_path):
 
 
 def test_every_option_has_help():
-    from megatron_hdp.seams.flags import _add_group
+    from megatron_hdp.seams.flag_group import add_group
 
-    text = _add_group(argparse.ArgumentParser()).format_help()
+    text = add_group(argparse.ArgumentParser()).format_help()
     for name in option_names():
         assert flag(name) in text
     assert "Capacity: tokens that one rank holds in" in " ".join(text.split())
+
+
+def test_the_launcher_shows_every_option(capsys):
+    from megatron_hdp.__main__ import main
+
+    main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ["--hdp ", "--hdp-config FILE", *(flag(name) for name in option_names())]:
+        assert name in text
+    assert "Capacity: tokens that one rank holds in" in text
+
+
+def test_help_texts_that_argparse_cannot_print_are_taken_as_they_stand():
+    from megatron_hdp.seams.flag_group import mend_help
+
+    parser = argparse.ArgumentParser(prog="train")
+    parser.add_argument("--margin", default=1.1, help="1.1 = 10%, default %(default)s")
+    parser.add_argument("--rate", type=int, default=3, help="%(default)s of 100%% in %(prog)s, a %(type)s")
+    parser.add_argument("--hidden", help=argparse.SUPPRESS)
+    with pytest.raises(ValueError, match="unsupported format"):
+        parser.format_help()
+    mend_help(parser)
+    text = parser.format_help()
+    assert "1.1 = 10%, default %(default)s" in text
+    assert "3 of 100% in train, a int" in text
