@@ -6,8 +6,8 @@
   packed micro-batch on every rank. It runs in a process of its own, because one process can import one Megatron.
 
 In their favour: a plan has no barriers, so the waiting between rounds is left out, as is the time of planning; and
-their rule that every sequence is padded to twice the pool is not applied, to neither their decisions nor the plan. In a
-pack on a ring, sequences walk the ring one by one in this package; see `megatron_hdp.planner.baselines.packed`.
+their rule that every sequence is padded to a multiple of twice the pool is not applied. In a pack on a ring, sequences
+walk the ring one by one in this package; see `megatron_hdp.planner.baselines.packed`.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import ConfigError, PlanError, SeamError
@@ -65,7 +67,7 @@ def plan_megatron(
         PlanError: Megatron's scheduler fails on this batch, or its answer could not run.
         SeamError: the scheduler is not there.
     """
-    decided = -(-lengths // pad_multiple) * pad_multiple
+    decided = _rounded(lengths, capacity, pad_multiple)
     if checkout is None:
         if equal_counts or count_multiple > 1:
             raise ConfigError(
@@ -87,6 +89,20 @@ def plan_megatron(
         equal_counts=checkout is not None,
         count_multiple=count_multiple,
     )
+
+
+def _rounded(lengths: IntArray, capacity: int, pad_multiple: int) -> IntArray:
+    """Lengths that cut evenly, pad_multiple tokens a piece, on rings up to 8 times the smallest power of two; [n].
+
+    So that packs which are full by these lengths are not too full by this package's padding. It adds less than 1 % to
+    sequences of 1,600 tokens or more; Megatron's own rule, multiples of twice the pool, adds far more. No sequence
+    needs a larger ring for it.
+    """
+    wider = next(f for f in (8, 4, 2, 1) if capacity % (pad_multiple * f) == 0)
+    needed = -(-lengths // capacity)
+    unit = pad_multiple * wider << np.array([int(d - 1).bit_length() for d in needed], dtype=np.int64)
+    rounded: IntArray = -(-lengths // unit) * unit
+    return rounded
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def plan_rounds(
         rounds: what the system answered.
         system: its name, for errors.
         packed: a rank runs the sequences of a round in one micro-batch; else each in its own.
-        any_ring: take any interval of ranks; else only those that the system has communicators for: aligned powers of
+        any_ring: take any interval of ranks; else only those that Megatron has communicators for: aligned powers of
             two, and the pool.
         equal_counts: equal counts and slots.
         count_multiple: micro-batch counts are a multiple of this.
@@ -63,21 +63,23 @@ def plan_rounds(
             ranks = len(list(run)) if members else 1
             if members and not any_ring:
                 _refuse_ring(system, number, first, ranks, num_ranks)
+            _refuse_twice(system, members, of)
             kept = _fitting(members, lengths, ranks, capacity, pad_multiple) if packed else members
             evicted += sorted(set(members) - set(kept))
+            of[list(members)] = len(start)  # evicted ones too, so that no other ring may have them
             for place, pack in enumerate([kept] if packed else [(sequence,) for sequence in kept]):
-                _refuse_twice(system, pack, of)
                 of[list(pack)] = len(start)
-                start, size, time = [*start, first], [*size, ranks], [*time, now + place]
+                start.append(first)
+                size.append(ranks)
+                time.append(now + place)
             first += ranks
         now += 1 if packed else max(len(sequences) for sequences in round_)
-    _refuse_twice(system, evicted, of)
     units = Units(of, np.array(start, dtype=np.int64), np.array(size, dtype=np.int64), np.array(time, dtype=np.int64))
-    if evicted:
-        units = _append(units, np.array(evicted), lengths, num_ranks, capacity, pad_multiple)
-    missing = np.flatnonzero(units.of < 0)
+    missing = np.flatnonzero(of < 0)
     if missing.size:
         raise PlanError(f"{system}: its plan lacks sequence {missing[0]} ({missing.size} in all)")
+    if evicted:
+        units = _append(units, np.array(evicted), lengths, num_ranks, capacity, pad_multiple)
     return units_plan(
         lengths,
         num_ranks,
@@ -90,17 +92,20 @@ def plan_rounds(
 
 
 def _refuse_ring(system: str, number: int, first: int, ranks: int, num_ranks: int) -> None:
-    if ranks != num_ranks and (ranks & (ranks - 1) or first % ranks):
+    """Megatron makes blocks of 2, 4, ... ranks, half the largest power of two in the pool at most, and the pool."""
+    largest = (1 << num_ranks.bit_length() - 1) // 2
+    if ranks != num_ranks and ranks > 1 and (ranks & (ranks - 1) or ranks > largest or first % ranks):
         raise PlanError(
             f"{system}: round {number} of its plan has a ring of ranks {first} to {first + ranks - 1}, for which it "
-            f"has no communicator (aligned powers of two, or all {num_ranks}): its run would hang or fail on this batch"
+            f"has no communicator (aligned powers of two up to {largest}, and all {num_ranks}): its run would hang or "
+            "fail on this batch"
         )
 
 
 def _refuse_twice(system: str, sequences: Sequence[int], of: IntArray) -> None:
     """A sequence on ranks that are no interval shows up here too: as a second ring."""
-    for sequence in sequences:
-        if not 0 <= sequence < of.size or of[sequence] >= 0:
+    for index, sequence in enumerate(sequences):
+        if not 0 <= sequence < of.size or of[sequence] >= 0 or sequence in sequences[:index]:
             raise PlanError(f"{system}: its plan has sequence {sequence} on two rings, or there is no such sequence")
 
 
@@ -119,8 +124,7 @@ def _append(
 ) -> Units:
     """The units and, after them, packs of ``sequences`` on the ranks with the least sum of s^2 / d; long ones alone."""
     loads = np.zeros(num_ranks, dtype=np.int64)
-    done = np.flatnonzero(units.of >= 0)
-    for unit, length in zip(units.of[done].tolist(), lengths[done].tolist(), strict=True):
+    for unit, length in zip(units.of.tolist(), lengths.tolist(), strict=True):
         ring = int(units.size[unit])
         loads[units.start[unit] : units.start[unit] + ring] += length * length // ring
     long = sequences[lengths[sequences] > capacity]
