@@ -58,7 +58,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=8, help="training steps of each run (default 8)")
     parser.add_argument("--out", default=ROOT / "demo_out", help="folder for corpus, logs and results")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.iterations < 1:
+        parser.error(f"--iterations {options.iterations}: it must be at least 1")
+    return options
 
 
 def _corpus(out: Path) -> dict[str, Any]:
@@ -113,9 +116,10 @@ def _model_flags() -> list[str]:
 
 
 def _data_flags(prefix: Path, iterations: int) -> list[str]:
+    warm_up = min(2, iterations - 1)  # Megatron wants it shorter than the run
     flags = (
         f"--data-path {prefix} --split 98,2,0 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE} "
-        f"--train-iters {iterations} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
+        f"--train-iters {iterations} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters {warm_up} "
         f"--log-interval 1 --eval-iters 0 --eval-interval 1000 --seed {SEED}"
     )
     return flags.split()
