@@ -32,7 +32,9 @@ def plan_pow2(
     equal_counts: bool = True,
     offload: bool = False,
 ) -> Plan:
-    """Waves of aligned rings of powers of two; of some widths of the longest rings, the plan with the least span.
+    """Waves of aligned rings of powers of two; of some widths of the longest rings, the one with the least span.
+
+    The span is that without pipeline stages.
 
     Args:
         lengths: tokens of every sequence, int64 [num_sequences].
