@@ -38,21 +38,23 @@ def saved_run(args: Any) -> SavedRun | None:
         )
     if args.load is None or args.finetune:
         return None
-    state = _common_state(args)
-    if not state or not state.get("iteration") or state.get("args") is None:
-        return None
+    state, release = _common_state(args)
+    if not state or release or not state.get("iteration") or state.get("args") is None:
+        return None  # a release is weights alone: Megatron starts at step 0
     return SavedRun(int(state["iteration"]), state["args"])
 
 
-def _common_state(args: Any) -> Any:
-    """Iteration and arguments in the checkpoint that Megatron will load; None if there is none yet."""
+def _common_state(args: Any) -> tuple[Any, bool]:
+    """Iteration and arguments in the checkpoint that Megatron will load, None if there is none; whether a release."""
     if args.non_persistent_ckpt_type is None:
-        tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
-        if not os.path.isfile(tracker):
-            return None
-        iteration, release = checkpointing.read_metadata(tracker)
+        iteration, release = 0, False
+        if checkpointing.checkpoint_exists(args.load):
+            iteration, release = checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(args.load))
+        elif not args.ckpt_step:
+            return None, False
         file = checkpointing.find_checkpoint_rank_0(args.load, args.ckpt_step or iteration, release)
         if file is not None and os.path.isfile(file):
             # one file with a whole model in it: mapped, only what is looked at is read
-            return torch.load(file, map_location="cpu", mmap=True)
-    return checkpointing._load_base_checkpoint(args.load, args, rank0=True)[0]
+            return torch.load(file, map_location="cpu", mmap=True), release
+    state, _, release, _ = checkpointing._load_base_checkpoint(args.load, args, rank0=True)
+    return state, release

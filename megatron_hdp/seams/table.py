@@ -161,6 +161,8 @@ CONTRACTS = (
     Contract("megatron.training.arguments:parse_and_validate_args", "looks up the validate seam"),
     Contract("megatron.training.arguments:parse_args", "looks up the flags seam"),
     Contract("megatron.training.checkpointing:load_checkpoint", "takes the iteration, and so the data, from --load"),
+    Contract("megatron.training.checkpointing:checkpoint_exists", "called to find the checkpoint before it is loaded"),
+    Contract("megatron.training.checkpointing:get_checkpoint_tracker_filename", "called with read_metadata"),
     Contract("megatron.training.checkpointing:read_metadata", "called to find the checkpoint before it is loaded"),
     Contract("megatron.training.checkpointing:find_checkpoint_rank_0", "called to find a checkpoint of one file"),
     Contract("megatron.training.checkpointing:_load_base_checkpoint", "called for the arguments in a checkpoint"),

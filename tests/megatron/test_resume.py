@@ -1,6 +1,7 @@
 """Going on from a checkpoint: the data order is kept, whatever the pool, or the run is refused before it starts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,17 @@ def test_another_batch_is_refused(saved, tmp_path):
         [*flags, "--global-batch-size", "3"],
         [*flags, "--hdp-batch-tokens", "200"],
         [*flags, "--non-persistent-ckpt-type", "local"],
+        [*flags, "--non-persistent-ckpt-type", "global", "--global-batch-size", "3"],
+        [*flags, "--ckpt-step", "4", "--global-batch-size", "3"],
         [*flags, "--seed", "8"],  # last: what is accepted ends the process
     ]
-    (other, budget, local, seed), output = answers(cases, tmp_path)
+    (other, budget, local, also_global, step, seed), output = answers(cases, tmp_path)
     assert "iteration 2, was made with --global-batch-size 2, and this run asks for --global-batch-size 3" in other
     assert other.startswith("ConfigError: --load ")
     assert "and this run asks for --hdp-batch-tokens 200" in budget
     assert "--non-persistent-ckpt-type" in local
+    assert "iteration 2, was made with --global-batch-size 2" in also_global
+    assert "iteration 4, was made with --global-batch-size 2" in step
     assert seed == "accepted"
     assert "iteration 2, had --seed 7, this run has 8: the data goes on in another order" in output
 
@@ -64,6 +69,17 @@ def test_another_batch_is_refused(saved, tmp_path):
 def test_finetune_starts_anew_with_any_batch(saved, tmp_path):
     flags = [*saved[0], "--hdp-tokens-per-rank", "96", "--global-batch-size", "3", "--finetune"]
     train(1, flags, tmp_path).check()
+    assert [step["iteration"] for step in read_steps(tmp_path / "record")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_release_is_weights_alone(saved, tmp_path):
+    flags, _ = saved
+    place = flags.index("--load") + 1
+    shutil.copytree(Path(flags[place]) / "iter_0000002", tmp_path / "ckpt" / "release")
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("release")
+    flags = [*flags[:place], str(tmp_path / "ckpt"), *flags[place + 1 :], "--hdp-tokens-per-rank", "96"]
+    train(1, [*flags, "--global-batch-size", "3"], tmp_path).check()
     assert [step["iteration"] for step in read_steps(tmp_path / "record")] == [1, 2, 3, 4]
 
 
