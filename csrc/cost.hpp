@@ -92,13 +92,16 @@ struct Cost {
         return repeats * forward + pass(tokens, ring, tier, 1);
     }
 
-  private:
     // floor(count * coefficient / 2^fraction_bits) without a product that leaves int64.
     std::int64_t scaled(std::int64_t count, std::int64_t coefficient) const {
         const std::int64_t fraction = count & ((std::int64_t{1} << fraction_bits) - 1);
         return (count >> fraction_bits) * coefficient + ((fraction * coefficient) >> fraction_bits);
     }
 
+    // Twice the area of the mask of a local sequence of `tokens`, an even number.
+    std::int64_t whole_area(std::int64_t tokens) const { return own_area(tokens / 2); }
+
+  private:
     // One pass over the stage: 0 forward, 1 backward.
     std::int64_t pass(std::int64_t tokens, std::int64_t ring, int tier, int direction) const {
         return walk(tokens, ring, tier, direction) + scaled(tokens, linear[direction]) +

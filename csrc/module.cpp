@@ -3,15 +3,19 @@
 
 #include "arrays.hpp"
 
+void bind_bound(nb::module_ &module);
 void bind_check(nb::module_ &module);
 void bind_cost(nb::module_ &module);
 void bind_packing(nb::module_ &module);
+void bind_plan_dp(nb::module_ &module);
 void bind_span(nb::module_ &module);
 
 NB_MODULE(_core, module) {
     module.doc() = "Planner core in C++; the twins in megatron_hdp.planner give the same results without it.";
+    bind_bound(module);
     bind_check(module);
     bind_cost(module);
     bind_packing(module);
+    bind_plan_dp(module);
     bind_span(module);
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arrays.hpp"
+#include "packing.hpp"
 
 namespace {
 
@@ -54,6 +55,47 @@ Int64Array best_fit(Int64View sizes, std::int64_t capacity, Int64View rooms) {
 }
 
 } // namespace
+
+namespace hdp {
+
+std::vector<std::int64_t> best_fit_sorted(const std::vector<std::int64_t> &sizes, std::int64_t capacity) {
+    constexpr std::size_t few = 48; // up to here looking at every bin is faster than a tree
+    std::vector<std::int64_t> bins(sizes.size()), rooms;
+    std::set<std::pair<std::int64_t, std::int64_t>> open; // (room, bin), once bins are many
+    for (std::size_t item = 0; item < sizes.size(); ++item) {
+        std::int64_t bin = -1;
+        if (rooms.size() < few) {
+            for (std::size_t b = 0; b < rooms.size(); ++b) {
+                if (rooms[b] >= sizes[item] && (bin < 0 || rooms[b] < rooms[bin])) {
+                    bin = static_cast<std::int64_t>(b);
+                }
+            }
+        } else {
+            const auto found = open.lower_bound({sizes[item], -1});
+            if (found != open.end()) {
+                bin = found->second;
+                open.erase(found);
+            }
+        }
+        if (bin < 0) {
+            bin = static_cast<std::int64_t>(rooms.size());
+            rooms.push_back(capacity);
+            if (rooms.size() == few) {
+                for (std::size_t b = 0; b + 1 < few; ++b) {
+                    open.emplace(rooms[b], static_cast<std::int64_t>(b));
+                }
+            }
+        }
+        rooms[bin] -= sizes[item];
+        if (rooms.size() >= few) {
+            open.emplace(rooms[bin], bin);
+        }
+        bins[item] = bin;
+    }
+    return bins;
+}
+
+} // namespace hdp
 
 void bind_packing(nb::module_ &module) {
     module.def("best_fit", &best_fit, nb::arg("sizes"), nb::arg("capacity"), nb::arg("rooms"));

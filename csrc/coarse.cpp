@@ -1,0 +1,211 @@
+// The long rings, few and hard to place: several ways are tried. Twin: megatron_hdp/planner/coarse.py.
+
+#include "skyline.hpp"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+namespace hdp {
+namespace {
+
+using Key = std::array<Int, 5>;
+constexpr Int most = std::numeric_limits<Int>::max();
+
+struct Place {
+    Key key{most, most, most, most, most};
+    Int start = 0, size = 0, begin = 0, time = 0, idle = 0;
+};
+
+// Smallest ring that ends within `room`, as an index of `times`; -1 if none does.
+Int narrowest(const Ints &times, Int room) {
+    if (times.front() <= room) {
+        return 0;
+    }
+    if (times.back() > room) {
+        return -1;
+    }
+    Int low = 0, high = static_cast<Int>(times.size()) - 1; // times fall but for padding: any size found is checked
+    while (low < high) {
+        const Int middle = (low + high) / 2;
+        (times[middle] <= room ? high : low) = times[middle] <= room ? middle : middle + 1;
+    }
+    return low;
+}
+
+// Walk the skyline from one segment to the right or to the left, and weigh rings that begin (end) there.
+class Walk {
+  public:
+    Walk(const Cost &cost, const std::vector<Segment> &segments, const Choices &ring, const Trial &trial)
+        : cost_(cost), segments_(segments), ring_(ring), trial_(trial) {}
+
+    Place best() {
+        each_anchor([this](std::size_t anchor, int step) { within(anchor, step); });
+        if (place_.size == 0) { // no place ends by the target: the one that ends first
+            each_anchor([this](std::size_t anchor, int step) { soonest(anchor, step); });
+        }
+        return place_;
+    }
+
+  private:
+    template <class Visit> void each_anchor(const Visit &visit) {
+        for (std::size_t anchor = 0; anchor < segments_.size(); ++anchor) {
+            visit(anchor, 1);
+            visit(anchor, -1);
+        }
+    }
+
+    // The lowest place from `anchor` on where some ring ends by the target.
+    void within(std::size_t anchor, int step) {
+        Int width = 0, height = 0, area = 0;
+        for (std::size_t at = anchor; at < segments_.size(); at += step) { // below 0 wraps to a large number
+            const Segment &segment = segments_[at];
+            height = std::max(height, segment.height);
+            const Int k = narrowest(ring_.times, trial_.target - height);
+            if (k < 0) {
+                return;
+            }
+            const Int before = width, smallest = ring_.smallest + k;
+            width += segment.width;
+            if (smallest <= width) {
+                const Int idle_before = height * before - area;
+                const auto weigh = [&](Int size) {
+                    consider(anchor, step, size, height, idle_before + (size - before) * (height - segment.height),
+                             width - size, false);
+                };
+                weigh(smallest);
+                const Int hiding = std::min(width, ring_.widest), widest = std::min(width, ring_.most());
+                if (hiding > smallest) {
+                    weigh(hiding);
+                }
+                if (widest > smallest && widest != hiding) {
+                    weigh(widest);
+                }
+                return;
+            }
+            area += segment.width * segment.height;
+        }
+    }
+
+    void soonest(std::size_t anchor, int step) {
+        Int width = 0, height = 0, area = 0;
+        for (std::size_t at = anchor; at < segments_.size(); at += step) {
+            const Segment &segment = segments_[at];
+            height = std::max(height, segment.height);
+            const Int before = width;
+            width += segment.width;
+            if (ring_.smallest <= width) {
+                const Int size = std::min(width, ring_.most());
+                if (size > before) {
+                    const Int idle = height * before - area + (size - before) * (height - segment.height);
+                    consider(anchor, step, size, height, idle, width - size, true);
+                }
+            }
+            area += segment.width * segment.height;
+        }
+    }
+
+    void consider(std::size_t anchor, int step, Int size, Int height, Int idle, Int left, bool late) {
+        const Segment &segment = segments_[anchor];
+        const Int start = step > 0 ? segment.start : segment.start + segment.width - size;
+        const bool near = size <= cost_.ranks_per_node && cost_.tier(start, size) == across_nodes;
+        const Int time = near ? time_at(cost_, ring_.length, size, start) : ring_.times[size - ring_.smallest];
+        Key key;
+        if (late) {
+            key = {height + time, idle, left, size, start};
+        } else {
+            if (height + time > trial_.target) {
+                return;
+            }
+            const Int extra = std::max<Int>(size * time - ring_.work(), 0);
+            const Int score = idle + extra + left * (time * trial_.share >> 10);
+            key = trial_.tie == 0   ? Key{score, height, left, size, start}
+                  : trial_.tie == 1 ? Key{score, -height, left, size, start}
+                                    : Key{score, left, height, size, start};
+        }
+        if (key < place_.key) {
+            place_ = {key, start, size, height, time, idle};
+        }
+    }
+
+    const Cost &cost_;
+    const std::vector<Segment> &segments_;
+    const Choices &ring_;
+    const Trial &trial_;
+    Place place_;
+};
+
+// The skyline with `place` on top of it; neighbours of equal height become one segment.
+void raise(std::vector<Segment> &segments, const Place &place) {
+    std::vector<Segment> result;
+    result.reserve(segments.size() + 2);
+    const auto add = [&](Int start, Int width, Int height) {
+        if (width <= 0) {
+            return;
+        }
+        if (!result.empty() && result.back().height == height) {
+            result.back().width += width;
+        } else {
+            result.push_back({start, width, height});
+        }
+    };
+    const Int end = place.start + place.size;
+    bool done = false;
+    for (const Segment &segment : segments) {
+        const Int right = segment.start + segment.width;
+        add(segment.start, std::min(right, place.start) - segment.start, segment.height);
+        if (!done && right > place.start) {
+            add(place.start, place.size, place.begin + place.time);
+            done = true;
+        }
+        const Int left = std::max(segment.start, end);
+        add(left, right - left, segment.height);
+    }
+    segments.swap(result);
+}
+
+} // namespace
+
+// Up to the widest ring that hides its transfers; where that lasts longer than the target, up to the fastest ring.
+Ints times_by_size(const Cost &cost, Int length, Int smallest, Int widest, Int num_ranks, Int target) {
+    Int last = widest;
+    if (best_time(cost, length, widest) > target) {
+        Int least = best_time(cost, length, widest);
+        for (Int size = widest; size < num_ranks;) {
+            size = std::min(num_ranks, size + std::max<Int>(1, size / 32));
+            const Int time = best_time(cost, length, size);
+            if (time < least) {
+                least = time;
+                last = size;
+            }
+        }
+    }
+    Ints times;
+    times.reserve(static_cast<std::size_t>(last - smallest + 1));
+    for (Int size = smallest; size <= last; ++size) {
+        times.push_back(best_time(cost, length, size));
+    }
+    return times;
+}
+
+Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, Int num_ranks, const Trial &trial) {
+    Coarse result;
+    result.segments = {{0, num_ranks, 0}};
+    for (std::size_t index = 0; index < rings.size() && !rings[index].times.empty(); ++index) {
+        const Place place = Walk(cost, result.segments, rings[index], trial).best();
+        raise(result.segments, place);
+        result.placed.ring.push_back(static_cast<Int>(index));
+        result.placed.start.push_back(place.start);
+        result.placed.size.push_back(place.size);
+        result.placed.begin.push_back(place.begin);
+        result.placed.time.push_back(place.time);
+        result.idle += place.idle;
+        result.end = std::max(result.end, place.begin + place.time);
+    }
+    for (const Segment &segment : result.segments) {
+        result.area += segment.width * segment.height;
+    }
+    return result;
+}
+
+} // namespace hdp

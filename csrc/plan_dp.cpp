@@ -1,0 +1,143 @@
+// Balance without pipeline stages. Twin: megatron_hdp/planner/dp.py, which explains the method.
+
+#include "arrays.hpp"
+#include "sand.hpp"
+#include "skyline.hpp"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <tuple>
+
+namespace hdp {
+namespace {
+
+constexpr std::size_t most_coarse = 64;
+constexpr Int coarse_share = 16; // coarse rings last at least 1 / 16 of the bound, or take 1 / 8 of the pool
+constexpr Int coarse_width = 8;
+constexpr std::array<Int, 6> slack = {0, 4, 10, 20, 41, 82};                      // of 1024, over the bound
+constexpr std::array<std::array<Int, 2>, 6> ways = {{{0, 20}, {2, 0}, {1, 20}, {0, 0}, {0, 102}, {2, 102}}};
+constexpr int most_finished = 3; // candidates that are planned to their end
+constexpr Int near = 512;        // 1 / 512 over the bound is good enough
+
+// Rings to place, coarse ones (with times by size) first.
+struct Task {
+    std::vector<Choices> rings;
+    Ints ring_sequence;
+    std::size_t num_coarse = 0;
+    Int fine_work = 0;
+    Locals locals;
+    Int local_work = 0;
+};
+
+Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest, const Int64View &widest, Int num_ranks,
+          Int capacity, Int bound) {
+    Task task;
+    std::vector<std::tuple<Int, Int, Int>> rings; // (-smallest, -length, sequence)
+    std::vector<std::pair<Int, Int>> locals;      // (-length, sequence)
+    for (Int i = 0; i < static_cast<Int>(lengths.shape(0)); ++i) {
+        if (smallest(i) > 1) {
+            rings.emplace_back(-smallest(i), -lengths(i), i);
+        } else {
+            locals.emplace_back(-lengths(i), i);
+        }
+    }
+    std::sort(rings.begin(), rings.end());
+    std::sort(locals.begin(), locals.end());
+    for (const auto &[size, length, sequence] : rings) {
+        task.ring_sequence.push_back(sequence);
+        task.rings.push_back({-length, -size, std::min(num_ranks, widest(sequence)), {}});
+    }
+    bool coarse = true;
+    for (Choices &ring : task.rings) {
+        const Int time = best_time(cost, ring.length, ring.smallest);
+        coarse = coarse && task.num_coarse < most_coarse &&
+                 (time * coarse_share >= bound || ring.smallest * coarse_width >= num_ranks);
+        if (coarse) {
+            ring.times = times_by_size(cost, ring.length, ring.smallest, ring.widest, num_ranks, bound);
+            ++task.num_coarse;
+        } else {
+            task.fine_work += time * ring.smallest;
+        }
+    }
+    const Int constant = cost.microbatch_picoseconds();
+    for (const auto &[length, sequence] : locals) {
+        const Int tokens = cost.piece_tokens(-length, 1);
+        const Int time = cost.picoseconds(-length, 1, inside_node) + constant * tokens / capacity;
+        task.locals.sequence.push_back(sequence);
+        task.locals.tokens.push_back(tokens);
+        task.locals.time.push_back(time);
+        task.local_work += time;
+    }
+    return task;
+}
+
+// What a coarse placement promises: its end, or the mean of all work and of waiting that no local sequence fills.
+Int promise(const Task &task, const Coarse &coarse, Int num_ranks) {
+    const Int rest = task.fine_work + std::max<Int>(task.local_work, coarse.idle) - coarse.idle;
+    return std::max(coarse.end, (coarse.area + rest) / num_ranks);
+}
+
+std::vector<std::tuple<Int, std::size_t, Trial>> trials(const Cost &cost, const Task &task, Int num_ranks, Int bound) {
+    std::vector<std::tuple<Int, std::size_t, Trial>> found;
+    for (const Int extra : slack) {
+        for (const auto &way : ways) {
+            const Trial trial{bound + bound * extra / 1024, way[0], way[1]};
+            const Int value = promise(task, place_coarse(cost, task.rings, num_ranks, trial), num_ranks);
+            found.emplace_back(value, found.size(), trial);
+            if (value <= bound + bound / near || task.num_coarse == 0) {
+                return found;
+            }
+        }
+    }
+    return found;
+}
+
+Columns plan_dp(const Cost &cost, const Task &task, Int num_sequences, Int num_ranks, Int capacity, Int bound) {
+    auto found = trials(cost, task, num_ranks, bound);
+    std::sort(found.begin(), found.end(),
+              [](const auto &a, const auto &b) { return std::tie(std::get<0>(a), std::get<1>(a)) < std::tie(std::get<0>(b), std::get<1>(b)); });
+    Int best_span = std::numeric_limits<Int>::max();
+    Placement placed;
+    Spread spread;
+    for (std::size_t i = 0; i < found.size() && i < most_finished; ++i) {
+        if (std::get<0>(found[i]) >= best_span) {
+            break;
+        }
+        const Trial &trial = std::get<2>(found[i]);
+        Coarse coarse = place_coarse(cost, task.rings, num_ranks, trial);
+        place_fine(cost, task.rings, task.num_coarse, num_ranks, trial.target, coarse);
+        Spread candidate = spread_locals(coarse.placed, task.locals, num_ranks);
+        if (candidate.span < best_span) {
+            best_span = candidate.span;
+            placed = std::move(coarse.placed);
+            spread = std::move(candidate);
+        }
+        if (best_span <= bound + bound / near) {
+            break;
+        }
+    }
+    return build_columns(task.rings, task.ring_sequence, placed, task.locals, spread, num_sequences, num_ranks, capacity);
+}
+
+nb::tuple plan_dp_arrays(Int64View lengths, Int64View smallest, Int64View widest, Int num_ranks, Int capacity,
+                         Int64View arguments, Int bound) {
+    const Cost cost = Cost::from(arguments);
+    Columns plan;
+    {
+        nb::gil_scoped_release unlocked;
+        const Task task = read(cost, lengths, smallest, widest, num_ranks, capacity, bound);
+        plan = plan_dp(cost, task, static_cast<Int>(lengths.shape(0)), num_ranks, capacity, bound);
+    }
+    return nb::make_tuple(to_numpy(std::move(plan.ring_start)), to_numpy(std::move(plan.ring_size)),
+                          to_numpy(std::move(plan.rank_offsets)), to_numpy(std::move(plan.microbatch_offsets)),
+                          to_numpy(std::move(plan.piece_sequence)));
+}
+
+} // namespace
+} // namespace hdp
+
+void bind_plan_dp(nb::module_ &module) {
+    module.def("plan_dp", &hdp::plan_dp_arrays, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
+               nb::arg("num_ranks"), nb::arg("capacity"), nb::arg("cost"), nb::arg("bound"));
+}

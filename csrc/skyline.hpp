@@ -1,0 +1,67 @@
+// Rings onto ranks: two kinds of list scheduling on a skyline; twins: megatron_hdp/planner/coarse.py and fine.py.
+//
+// The skyline is the time at which each rank has run the rings that it has so far, as segments of ranks of equal
+// height. A ring starts at the highest segment that it covers: its ranks wait for each other.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cost.hpp"
+
+namespace hdp {
+
+using Int = std::int64_t;
+using Ints = std::vector<Int>;
+
+struct Segment {
+    Int start, width, height;
+};
+
+// A sequence that needs a ring, and how long its ring lasts by size.
+struct Choices {
+    Int length;
+    Int smallest;   // ranks that its memory needs
+    Int widest;     // widest ring that hides its transfers
+    Ints times;     // of smallest + k ranks on the best links that such rings can have; only of coarse rings
+    Int most() const { return smallest + static_cast<Int>(times.size()) - 1; }
+    Int work() const { return smallest * times[0]; }
+};
+
+// Rings in the order in which they were placed.
+struct Placement {
+    Ints ring; // index of the choices
+    Ints start, size;
+    Ints begin, time;
+};
+
+// One way to place coarse rings.
+struct Trial {
+    Int target; // all rings should end by this time
+    Int tie;    // 0: low places first, 1: high ones, 2: those that the ring fills
+    Int share;  // price of ranks left free beside a ring, of 1024
+};
+
+struct Coarse {
+    Placement placed;
+    std::vector<Segment> segments;
+    Int end = 0;  // when the last ring ends
+    Int idle = 0; // rank-time of waiting below rings
+    Int area = 0; // rank-time of rings and waiting
+};
+
+// Time of a ring of `size` ranks on the best links that it can have, and from rank `start`.
+inline Int best_time(const Cost &cost, Int length, Int size) {
+    return cost.picoseconds(length, size, size > cost.ranks_per_node ? across_nodes : inside_node);
+}
+inline Int time_at(const Cost &cost, Int length, Int size, Int start) {
+    return cost.picoseconds(length, size, cost.tier(start, size));
+}
+
+Ints times_by_size(const Cost &cost, Int length, Int smallest, Int widest, Int num_ranks, Int target);
+Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, Int num_ranks, const Trial &trial);
+void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int num_ranks, Int target,
+                Coarse &coarse);
+
+} // namespace hdp
