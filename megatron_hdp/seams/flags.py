@@ -189,7 +189,8 @@ def _complete(args: Any, config: HdpConfig) -> None:
         setattr(args, f"hdp_{name}", value)
     if args.hdp_balance == "auto":
         args.hdp_balance = "pp" if args.pipeline_model_parallel_size > 1 else "dp"
-    kernel_from_args(args)  # a wrong name is better found now than when the model is built
+    if config.kernel != "auto":  # asking for the fastest would start CUDA before Megatron chooses the device
+        kernel_from_args(args)
     args.hdp_validated = True
 
 
