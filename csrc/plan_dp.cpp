@@ -30,20 +30,48 @@ struct Task {
     Int local_work = 0;
 };
 
+// Sequences by falling length, ties by rising index: a stable radix sort, since comparing would take most of a plan.
+void sort_longest_first(Ints &sequences, const Int64View &lengths) {
+    constexpr int bits = 11;
+    constexpr std::size_t digits = std::size_t{1} << bits;
+    Int longest = 0;
+    for (const Int sequence : sequences) {
+        longest = std::max(longest, lengths(sequence));
+    }
+    Ints sorted(sequences.size());
+    std::vector<std::size_t> next(digits);
+    for (int shift = 0; longest >> shift > 0; shift += bits) {
+        const auto digit = [&](Int sequence) { return digits - 1 - (lengths(sequence) >> shift & (digits - 1)); };
+        std::fill(next.begin(), next.end(), 0);
+        for (const Int sequence : sequences) {
+            ++next[digit(sequence)];
+        }
+        std::size_t place = 0;
+        for (std::size_t &count : next) {
+            place += count;
+            count = place - count;
+        }
+        for (const Int sequence : sequences) {
+            sorted[next[digit(sequence)]++] = sequence;
+        }
+        sequences.swap(sorted);
+    }
+}
+
 Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest, const Int64View &widest, Int num_ranks,
           Int capacity, Int bound) {
     Task task;
     std::vector<std::tuple<Int, Int, Int>> rings; // (-smallest, -length, sequence)
-    std::vector<std::pair<Int, Int>> locals;      // (-length, sequence)
+    Ints locals;
     for (Int i = 0; i < static_cast<Int>(lengths.shape(0)); ++i) {
         if (smallest(i) > 1) {
             rings.emplace_back(-smallest(i), -lengths(i), i);
         } else {
-            locals.emplace_back(-lengths(i), i);
+            locals.push_back(i);
         }
     }
     std::sort(rings.begin(), rings.end());
-    std::sort(locals.begin(), locals.end());
+    sort_longest_first(locals, lengths);
     for (const auto &[size, length, sequence] : rings) {
         task.ring_sequence.push_back(sequence);
         task.rings.push_back({-length, -size, std::min(num_ranks, widest(sequence)), {}});
@@ -61,14 +89,17 @@ Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest,
         }
     }
     const Int constant = cost.microbatch_picoseconds();
-    for (const auto &[length, sequence] : locals) {
-        const Int tokens = cost.piece_tokens(-length, 1);
-        const Int time = cost.picoseconds(-length, 1, inside_node) + constant * tokens / capacity;
-        task.locals.sequence.push_back(sequence);
+    Int tokens = 0, time = 0;
+    for (const Int sequence : locals) {
+        if (cost.piece_tokens(lengths(sequence), 1) != tokens) {
+            tokens = cost.piece_tokens(lengths(sequence), 1);
+            time = cost.picoseconds(lengths(sequence), 1, inside_node) + constant * tokens / capacity;
+        }
         task.locals.tokens.push_back(tokens);
         task.locals.time.push_back(time);
         task.local_work += time;
     }
+    task.locals.sequence = std::move(locals);
     return task;
 }
 

@@ -10,6 +10,15 @@ def cost_picoseconds(
     arguments: IntArray, lengths: IntArray, rings: IntArray, tiers: IntArray, phase: int
 ) -> IntArray: ...
 def cost_plain(arguments: IntArray, lengths: IntArray, starts: IntArray, rings: IntArray) -> IntArray: ...
+def lower_bound(
+    arguments: IntArray,
+    lengths: IntArray,
+    offload: IntArray,
+    num_ranks: int,
+    capacity: int,
+    stages: int,
+    virtual_stages: int,
+) -> IntArray: ...
 def rank_ends(
     rank_offsets: IntArray,
     microbatch_offsets: IntArray,
