@@ -168,9 +168,8 @@ Int size_within(const Cost &cost, const Choices &ring, Int limit, Int room) {
 
 } // namespace
 
-void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int num_ranks, Int target,
+void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int target,
                 Coarse &coarse) {
-    (void)num_ranks;
     Waiting waiting(rings, first);
     Hills hills(coarse.segments);
     while (!waiting.empty()) {

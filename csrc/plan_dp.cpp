@@ -58,6 +58,22 @@ void sort_longest_first(Ints &sequences, const Int64View &lengths) {
     }
 }
 
+// Which rings are coarse, and the work of the others.
+void choose_coarse(const Cost &cost, Task &task, Int num_ranks, Int bound) {
+    bool coarse = true;
+    for (Choices &ring : task.rings) {
+        const Int time = best_time(cost, ring.length, ring.smallest);
+        coarse = coarse && task.num_coarse < most_coarse &&
+                 (time * coarse_share >= bound || ring.smallest * coarse_width >= num_ranks);
+        if (coarse) {
+            ring.times = times_by_size(cost, ring.length, ring.smallest, ring.widest, num_ranks, bound);
+            ++task.num_coarse;
+        } else {
+            task.fine_work += time * ring.smallest;
+        }
+    }
+}
+
 Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest, const Int64View &widest, Int num_ranks,
           Int capacity, Int bound) {
     Task task;
@@ -76,18 +92,7 @@ Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest,
         task.ring_sequence.push_back(sequence);
         task.rings.push_back({-length, -size, std::min(num_ranks, widest(sequence)), {}});
     }
-    bool coarse = true;
-    for (Choices &ring : task.rings) {
-        const Int time = best_time(cost, ring.length, ring.smallest);
-        coarse = coarse && task.num_coarse < most_coarse &&
-                 (time * coarse_share >= bound || ring.smallest * coarse_width >= num_ranks);
-        if (coarse) {
-            ring.times = times_by_size(cost, ring.length, ring.smallest, ring.widest, num_ranks, bound);
-            ++task.num_coarse;
-        } else {
-            task.fine_work += time * ring.smallest;
-        }
-    }
+    choose_coarse(cost, task, num_ranks, bound);
     const Int constant = cost.microbatch_picoseconds();
     Int tokens = 0, time = 0;
     for (const Int sequence : locals) {
@@ -137,7 +142,7 @@ Columns plan_dp(const Cost &cost, const Task &task, Int num_sequences, Int num_r
         }
         const Trial &trial = std::get<2>(found[i]);
         Coarse coarse = place_coarse(cost, task.rings, num_ranks, trial);
-        place_fine(cost, task.rings, task.num_coarse, num_ranks, trial.target, coarse);
+        place_fine(cost, task.rings, task.num_coarse, trial.target, coarse);
         Spread candidate = spread_locals(coarse.placed, task.locals, num_ranks);
         if (candidate.span < best_span) {
             best_span = candidate.span;
@@ -148,7 +153,7 @@ Columns plan_dp(const Cost &cost, const Task &task, Int num_sequences, Int num_r
             break;
         }
     }
-    return build_columns(task.rings, task.ring_sequence, placed, task.locals, spread, num_sequences, num_ranks, capacity);
+    return build_columns(task.ring_sequence, placed, task.locals, spread, num_sequences, num_ranks, capacity);
 }
 
 nb::tuple plan_dp_arrays(Int64View lengths, Int64View smallest, Int64View widest, Int num_ranks, Int capacity,
@@ -165,10 +170,34 @@ nb::tuple plan_dp_arrays(Int64View lengths, Int64View smallest, Int64View widest
                           to_numpy(std::move(plan.piece_sequence)));
 }
 
+// Rings in the given order (by smallest size and then length, both falling) onto ranks that are free at once.
+nb::tuple place_rings(Int64View lengths, Int64View smallest, Int64View widest, Int num_ranks, Int64View arguments,
+                      Int bound, Int target, Int tie, Int share) {
+    const Cost cost = Cost::from(arguments);
+    Coarse coarse;
+    {
+        nb::gil_scoped_release unlocked;
+        Task task;
+        for (std::size_t i = 0; i < lengths.shape(0); ++i) {
+            task.rings.push_back({lengths(i), smallest(i), std::min(num_ranks, widest(i)), {}});
+        }
+        choose_coarse(cost, task, num_ranks, bound);
+        coarse = place_coarse(cost, task.rings, num_ranks, {target, tie, share});
+        place_fine(cost, task.rings, task.num_coarse, target, coarse);
+    }
+    Placement &placed = coarse.placed;
+    return nb::make_tuple(to_numpy(std::move(placed.ring)), to_numpy(std::move(placed.start)),
+                          to_numpy(std::move(placed.size)), to_numpy(std::move(placed.begin)),
+                          to_numpy(std::move(placed.time)));
+}
+
 } // namespace
 } // namespace hdp
 
 void bind_plan_dp(nb::module_ &module) {
     module.def("plan_dp", &hdp::plan_dp_arrays, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
                nb::arg("num_ranks"), nb::arg("capacity"), nb::arg("cost"), nb::arg("bound"));
+    module.def("place_rings", &hdp::place_rings, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
+               nb::arg("num_ranks"), nb::arg("cost"), nb::arg("bound"), nb::arg("target"), nb::arg("tie"),
+               nb::arg("share"));
 }

@@ -110,8 +110,8 @@ Spread spread_locals(const Placement &placed, const Locals &locals, Int num_rank
 }
 
 // A rank runs, for every turn, its local packs and then the ring. Pieces of a micro-batch ascend by sequence.
-Columns build_columns(const std::vector<Choices> &rings, const Ints &ring_sequence, const Placement &placed,
-                      const Locals &locals, const Spread &spread, Int num_sequences, Int num_ranks, Int capacity) {
+Columns build_columns(const Ints &ring_sequence, const Placement &placed, const Locals &locals, const Spread &spread,
+                      Int num_sequences, Int num_ranks, Int capacity) {
     Columns plan;
     plan.span = spread.span;
     plan.ring_start.assign(static_cast<std::size_t>(num_sequences), 0);
@@ -172,7 +172,6 @@ Columns build_columns(const std::vector<Choices> &rings, const Ints &ring_sequen
         }
         plan.rank_offsets.push_back(static_cast<Int>(plan.microbatch_offsets.size()) - 1);
     }
-    (void)rings;
     return plan;
 }
 

@@ -24,7 +24,7 @@ struct Spread {
 };
 
 Spread spread_locals(const Placement &placed, const Locals &locals, Int num_ranks);
-Columns build_columns(const std::vector<Choices> &rings, const Ints &ring_sequence, const Placement &placed,
-                      const Locals &locals, const Spread &spread, Int num_sequences, Int num_ranks, Int capacity);
+Columns build_columns(const Ints &ring_sequence, const Placement &placed, const Locals &locals, const Spread &spread,
+                      Int num_sequences, Int num_ranks, Int capacity);
 
 } // namespace hdp

@@ -61,7 +61,7 @@ inline Int time_at(const Cost &cost, Int length, Int size, Int start) {
 
 Ints times_by_size(const Cost &cost, Int length, Int smallest, Int widest, Int num_ranks, Int target);
 Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, Int num_ranks, const Trial &trial);
-void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int num_ranks, Int target,
+void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int target,
                 Coarse &coarse);
 
 } // namespace hdp

@@ -1,19 +1,23 @@
 """The planner's front door: refuse what cannot work with numbers and a remedy, plan, check."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_hdp.cost import CostModel, load_profile
 from megatron_hdp.errors import ConfigError, PlanError
-from megatron_hdp.planner.baselines import plan_static
+from megatron_hdp.planner.baselines import BASELINES
+from megatron_hdp.planner.bound import lower_bound
 from megatron_hdp.planner.check import check
-from megatron_hdp.planner.dp import plan_dp
-from megatron_hdp.planner.layout import Batch
-from megatron_hdp.planner.load import piece_cost
+from megatron_hdp.planner.columns import Layout
+from megatron_hdp.planner.dp import plan_dp, widest_rings
 from megatron_hdp.planner.pp import plan_pp
-from megatron_hdp.types import IntArray, Plan, chunk_tokens
+from megatron_hdp.planner.units import smallest_rings
+from megatron_hdp.types import IntArray, Plan
 
-ALGORITHMS = ("hdp", "static")
+ALGORITHMS = ("hdp", *BASELINES)
 BALANCES = ("dp", "pp")
 MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
@@ -29,6 +33,9 @@ def plan(
     pad_multiple: int = 2,
     stages: int = 1,
     virtual_stages: int = 1,
+    expert_group: int = 1,
+    cost: CostModel | None = None,
+    offload: bool = False,
 ) -> Plan:
     """Who runs what for one global batch. A pure function of its arguments: the same bytes on every rank.
 
@@ -36,34 +43,83 @@ def plan(
         lengths: tokens of every sequence, shape [num_sequences].
         num_ranks: ranks of the pool.
         tokens_per_rank: capacity, tokens that one rank holds in one micro-batch.
-        algorithm: "hdp" gives each sequence the smallest ring that holds it; "static" one ring over the whole pool.
-        balance: "dp" lets counts differ between ranks; "pp" gives equal counts and rings in equal slots, as pipeline
-            schedules need.
+        algorithm: "hdp" gives each sequence the ring that shortens the step most; others are baselines to compare
+            with, see `megatron_hdp.planner.baselines.BASELINES`. "static": one ring over the whole pool.
+        balance: "dp" lets ranks run as many micro-batches as they have time for; "pp" also gives a ring the same slot
+            on all its ranks, as pipeline stages and experts need.
         pad_multiple: pieces are multiples of this: 2, or lcm(2, TP) with sequence parallelism.
         stages: pipeline stages.
         virtual_stages: model parts per stage; with more than one, counts are a multiple of ``stages``.
+        expert_group: consecutive ranks that share experts; counts are equal inside a group. With the size of the pool,
+            all counts are equal.
+        cost: what pieces cost; `default_cost` when None.
+        offload: let activations of long sequences leave for host memory where the copy is free, for smaller rings.
 
     Raises:
         ConfigError: a setting, or a combination of settings, cannot work.
         PlanError: the batch cannot be planned with these settings.
     """
-    _refuse_settings(num_ranks, tokens_per_rank, algorithm, balance, pad_multiple, stages, virtual_stages)
+    layout = Layout(stages, virtual_stages, expert_group)
+    _refuse_settings(num_ranks, tokens_per_rank, algorithm, balance, pad_multiple, layout)
     array = _refuse_batch(lengths, num_ranks, tokens_per_rank, pad_multiple)
-    count_multiple = stages if virtual_stages > 1 else 1
-    if algorithm == "static":
-        result = plan_static(array, num_ranks, tokens_per_rank, pad_multiple, count_multiple=count_multiple)
+    cost = default_cost(stages) if cost is None else cost
+    if cost.pad_multiple != pad_multiple:
+        cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
+    if algorithm == "hdp":
+        result = _plan_hdp(array, num_ranks, tokens_per_rank, cost, balance, layout, offload)
     else:
-        ring_size = -(-array // tokens_per_rank)
-        piece_tokens = 2 * chunk_tokens(array, ring_size, pad_multiple)
-        cost = piece_cost(array, piece_tokens)
-        batch = Batch(num_ranks, tokens_per_rank, pad_multiple, array, ring_size, piece_tokens, cost)
-        result = plan_dp(batch) if balance == "dp" else plan_pp(batch, count_multiple)
-    check(result, stages=stages, virtual_stages=virtual_stages)
+        result = BASELINES[algorithm](
+            array,
+            num_ranks,
+            tokens_per_rank,
+            pad_multiple,
+            cost=cost,
+            count_multiple=layout.count_multiple,
+            equal_counts=balance == "pp",
+            offload=offload,
+        )
+    check(result, stages=stages, virtual_stages=virtual_stages, expert_group=expert_group)
     return result
 
 
+@functools.lru_cache(maxsize=8)
+def default_cost(stages: int = 1) -> CostModel:
+    """Cost of a stage of LLaMA-7B on the cluster of the ByteScale paper, when nothing better is known."""
+    return CostModel(load_profile("bytescale"), layers_per_stage=max(1, 32 // stages))
+
+
+def _plan_hdp(
+    lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, balance: str, layout: Layout, offload: bool
+) -> Plan:
+    """Rings by what shortens the step, micro-batches by time."""
+    smallest, leaves = smallest_rings(lengths, num_ranks, capacity, cost.pad_multiple, cost, offload=offload)
+    widest = widest_rings(cost, lengths, smallest, num_ranks)
+    bound = lower_bound(
+        lengths,
+        num_ranks,
+        capacity,
+        cost,
+        stages=layout.stages,
+        virtual_stages=layout.virtual_stages,
+        offload=leaves if offload else None,
+    ).picoseconds
+    if balance == "dp":
+        columns = plan_dp(lengths, smallest, widest, num_ranks, capacity, cost, bound)
+    else:
+        columns = plan_pp(lengths, smallest, widest, num_ranks, capacity, cost, bound, layout)
+    kept = columns.ring_size >= -(-lengths // capacity)  # a ring that turned out wide enough to keep everything
+    return Plan(
+        num_ranks=num_ranks,
+        capacity=capacity,
+        pad_multiple=cost.pad_multiple,
+        lengths=lengths,
+        offload=np.where(kept, 0.0, leaves),
+        **columns._asdict(),
+    )
+
+
 def _refuse_settings(
-    num_ranks: int, capacity: int, algorithm: str, balance: str, pad_multiple: int, stages: int, virtual_stages: int
+    num_ranks: int, capacity: int, algorithm: str, balance: str, pad_multiple: int, layout: Layout
 ) -> None:
     """Settings that no batch could be planned with."""
     if algorithm not in ALGORITHMS:
@@ -86,12 +142,20 @@ def _refuse_settings(
             f"--hdp-tokens-per-rank is {capacity}: pieces are multiples of {pad_multiple} tokens (two zigzag chunks"
             f"{', each cut over the tensor-parallel ranks' if pad_multiple > 2 else ''}), so use {good}"
         )
+    stages, virtual_stages, expert_group = layout.stages, layout.virtual_stages, layout.expert_group
     if stages < 1 or virtual_stages < 1:
         raise ConfigError(f"stages is {stages} and virtual_stages {virtual_stages}: both must be at least 1")
     if virtual_stages > 1 and stages == 1:
         raise ConfigError(f"virtual_stages is {virtual_stages} with one pipeline stage: interleaving needs two or more")
+    if expert_group < 1 or num_ranks % expert_group:
+        raise ConfigError(
+            f"expert groups of {expert_group} ranks do not divide the pool of {num_ranks}: use a divisor as "
+            "--expert-model-parallel-size"
+        )
     if stages > 1 and balance != "pp":
         raise ConfigError(f"--hdp-balance {balance} with {stages} pipeline stages: rings would not meet; use pp")
+    if expert_group > 1 and balance != "pp":
+        raise ConfigError(f"--hdp-balance {balance} with expert groups of {expert_group}: counts would differ; use pp")
 
 
 def _refuse_batch(lengths: Sequence[int] | IntArray, num_ranks: int, capacity: int, pad_multiple: int) -> IntArray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.baselines.units import Units, unit_picoseconds, units_plan
+from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
 from megatron_hdp.planner.packing import best_fit
 from megatron_hdp.planner.span import rank_ends
 from megatron_hdp.types import IntArray, Plan, chunk_tokens

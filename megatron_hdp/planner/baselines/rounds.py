@@ -6,7 +6,7 @@ from itertools import groupby
 import numpy as np
 
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.baselines.units import Units, units_plan
+from megatron_hdp.planner.units import Units, units_plan
 from megatron_hdp.planner.packing import best_fit
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
