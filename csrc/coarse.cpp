@@ -3,18 +3,17 @@
 #include "skyline.hpp"
 
 #include <algorithm>
-#include <array>
-#include <limits>
+#include <tuple>
 
 namespace hdp {
 namespace {
 
-using Key = std::array<Int, 5>;
-constexpr Int most = std::numeric_limits<Int>::max();
+using Key = std::tuple<Wide, Wide, Int, Int, Int>;
 
 struct Place {
-    Key key{most, most, most, most, most};
-    Int start = 0, size = 0, begin = 0, time = 0, idle = 0;
+    Key key;
+    Int start = 0, size = 0, begin = 0, time = 0;
+    Wide idle = 0;
 };
 
 // Smallest ring that ends within `room`, as an index of `times`; -1 if none does.
@@ -57,7 +56,8 @@ class Walk {
 
     // The lowest place from `anchor` on where some ring ends by the target.
     void within(std::size_t anchor, int step) {
-        Int width = 0, height = 0, area = 0;
+        Int width = 0, height = 0;
+        Wide area = 0;
         for (std::size_t at = anchor; at < segments_.size(); at += step) { // below 0 wraps to a large number
             const Segment &segment = segments_[at];
             height = std::max(height, segment.height);
@@ -68,9 +68,9 @@ class Walk {
             const Int before = width, smallest = ring_.smallest + k;
             width += segment.width;
             if (smallest <= width) {
-                const Int idle_before = height * before - area;
+                const Wide idle_before = Wide{height} * before - area;
                 const auto weigh = [&](Int size) {
-                    consider(anchor, step, size, height, idle_before + (size - before) * (height - segment.height),
+                    consider(anchor, step, size, height, idle_before + Wide{size - before} * (height - segment.height),
                              width - size, false);
                 };
                 weigh(smallest);
@@ -83,12 +83,13 @@ class Walk {
                 }
                 return;
             }
-            area += segment.width * segment.height;
+            area += Wide{segment.width} * segment.height;
         }
     }
 
     void soonest(std::size_t anchor, int step) {
-        Int width = 0, height = 0, area = 0;
+        Int width = 0, height = 0;
+        Wide area = 0;
         for (std::size_t at = anchor; at < segments_.size(); at += step) {
             const Segment &segment = segments_[at];
             height = std::max(height, segment.height);
@@ -97,15 +98,15 @@ class Walk {
             if (ring_.smallest <= width) {
                 const Int size = std::min(width, ring_.most());
                 if (size > before) {
-                    const Int idle = height * before - area + (size - before) * (height - segment.height);
+                    const Wide idle = Wide{height} * before - area + Wide{size - before} * (height - segment.height);
                     consider(anchor, step, size, height, idle, width - size, true);
                 }
             }
-            area += segment.width * segment.height;
+            area += Wide{segment.width} * segment.height;
         }
     }
 
-    void consider(std::size_t anchor, int step, Int size, Int height, Int idle, Int left, bool late) {
+    void consider(std::size_t anchor, int step, Int size, Int height, Wide idle, Int left, bool late) {
         const Segment &segment = segments_[anchor];
         const Int start = step > 0 ? segment.start : segment.start + segment.width - size;
         const bool near = size <= cost_.ranks_per_node && cost_.tier(start, size) == across_nodes;
@@ -117,13 +118,13 @@ class Walk {
             if (height + time > trial_.target) {
                 return;
             }
-            const Int extra = std::max<Int>(size * time - ring_.work(), 0);
-            const Int score = idle + extra + left * (time * trial_.share >> 10);
+            const Wide extra = std::max<Wide>(Wide{size} * time - ring_.work(), 0);
+            const Wide score = idle + extra + left * (Wide{time} * trial_.share >> 10);
             key = trial_.tie == 0   ? Key{score, height, left, size, start}
                   : trial_.tie == 1 ? Key{score, -height, left, size, start}
                                     : Key{score, left, height, size, start};
         }
-        if (key < place_.key) {
+        if (place_.size == 0 || key < place_.key) {
             place_ = {key, start, size, height, time, idle};
         }
     }
@@ -203,7 +204,7 @@ Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, Int num
         result.end = std::max(result.end, place.begin + place.time);
     }
     for (const Segment &segment : result.segments) {
-        result.area += segment.width * segment.height;
+        result.area += Wide{segment.width} * segment.height;
     }
     return result;
 }

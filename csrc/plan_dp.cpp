@@ -25,9 +25,9 @@ struct Task {
     std::vector<Choices> rings;
     Ints ring_sequence;
     std::size_t num_coarse = 0;
-    Int fine_work = 0;
+    Wide fine_work = 0;
     Locals locals;
-    Int local_work = 0;
+    Wide local_work = 0;
 };
 
 // Sequences by falling length, ties by rising index: a stable radix sort, since comparing would take most of a plan.
@@ -64,12 +64,12 @@ void choose_coarse(const Cost &cost, Task &task, Int num_ranks, Int bound) {
     for (Choices &ring : task.rings) {
         const Int time = best_time(cost, ring.length, ring.smallest);
         coarse = coarse && task.num_coarse < most_coarse &&
-                 (time * coarse_share >= bound || ring.smallest * coarse_width >= num_ranks);
+                 (Wide{time} * coarse_share >= bound || ring.smallest * coarse_width >= num_ranks);
         if (coarse) {
             ring.times = times_by_size(cost, ring.length, ring.smallest, ring.widest, num_ranks, bound);
             ++task.num_coarse;
         } else {
-            task.fine_work += time * ring.smallest;
+            task.fine_work += Wide{time} * ring.smallest;
         }
     }
 }
@@ -110,15 +110,15 @@ Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest,
 
 // What a coarse placement promises: its end, or the mean of all work and of waiting that no local sequence fills.
 Int promise(const Task &task, const Coarse &coarse, Int num_ranks) {
-    const Int rest = task.fine_work + std::max<Int>(task.local_work, coarse.idle) - coarse.idle;
-    return std::max(coarse.end, (coarse.area + rest) / num_ranks);
+    const Wide rest = task.fine_work + std::max<Wide>(task.local_work, coarse.idle) - coarse.idle;
+    return std::max(coarse.end, static_cast<Int>((coarse.area + rest) / num_ranks));
 }
 
 std::vector<std::tuple<Int, std::size_t, Trial>> trials(const Cost &cost, const Task &task, Int num_ranks, Int bound) {
     std::vector<std::tuple<Int, std::size_t, Trial>> found;
     for (const Int extra : slack) {
         for (const auto &way : ways) {
-            const Trial trial{bound + bound * extra / 1024, way[0], way[1]};
+            const Trial trial{bound + static_cast<Int>(Wide{bound} * extra / 1024), way[0], way[1]};
             const Int value = promise(task, place_coarse(cost, task.rings, num_ranks, trial), num_ranks);
             found.emplace_back(value, found.size(), trial);
             if (value <= bound + bound / near || task.num_coarse == 0) {

@@ -14,6 +14,7 @@ namespace hdp {
 
 using Int = std::int64_t;
 using Ints = std::vector<Int>;
+__extension__ using Wide = __int128; // rank-time of large pools leaves int64
 
 struct Segment {
     Int start, width, height;
@@ -26,7 +27,7 @@ struct Choices {
     Int widest;     // widest ring that hides its transfers
     Ints times;     // of smallest + k ranks on the best links that such rings can have; only of coarse rings
     Int most() const { return smallest + static_cast<Int>(times.size()) - 1; }
-    Int work() const { return smallest * times[0]; }
+    Wide work() const { return Wide{smallest} * times[0]; }
 };
 
 // Rings in the order in which they were placed.
@@ -47,8 +48,8 @@ struct Coarse {
     Placement placed;
     std::vector<Segment> segments;
     Int end = 0;  // when the last ring ends
-    Int idle = 0; // rank-time of waiting below rings
-    Int area = 0; // rank-time of rings and waiting
+    Wide idle = 0; // rank-time of waiting below rings
+    Wide area = 0; // rank-time of rings and waiting
 };
 
 // Time of a ring of `size` ranks on the best links that it can have, and from rank `start`.

@@ -109,21 +109,53 @@ def read(
     """The three kinds of sequences: rings by smallest size and then length, locals by length, all falling."""
     rings = np.flatnonzero(smallest > 1)
     rings = rings[np.lexsort((-lengths[rings], -smallest[rings]))]
-    ring_lengths, least, most = lengths[rings], smallest[rings], np.minimum(widest[rings], num_ranks)
-    head = slice(0, MOST_COARSE)
-    long = np.zeros(0, dtype=bool)
-    if rings.size:
-        time = best_picoseconds(cost, ring_lengths[head], least[head])
-        long = (time * COARSE_SHARE >= bound) | (least[head] * COARSE_WIDTH >= num_ranks)
-    number = long.size if long.all() else int(np.argmin(long))
+    coarse, fine = choose_coarse(lengths[rings], smallest[rings], widest[rings], num_ranks, cost, bound)
     local = _locals(np.flatnonzero(smallest <= 1), lengths, capacity, cost)
-    return Task(
-        ring_sequence=rings,
-        coarse=times_by_size(cost, ring_lengths[:number], least[:number], most[:number], num_ranks, bound),
-        fine=FineRings(cost, ring_lengths[number:], least[number:], most[number:]),
-        local=local,
-        local_work=int(local.time.sum()),
+    return Task(rings, coarse, fine, local, sum(local.time.tolist()))
+
+
+def choose_coarse(
+    lengths: IntArray, smallest: IntArray, widest: IntArray, num_ranks: int, cost: CostModel, bound: int
+) -> tuple[list[CoarseRing], FineRings]:
+    """Cut rings, by smallest size and then length, both falling, behind the last coarse one; int64 [num_rings] each."""
+    widest, number = np.minimum(widest, num_ranks), 0
+    if lengths.size:
+        times = best_picoseconds(cost, lengths[:MOST_COARSE], smallest[:MOST_COARSE]).tolist()
+        for time, least in zip(times, smallest.tolist()):
+            if time * COARSE_SHARE < bound and least * COARSE_WIDTH < num_ranks:
+                break
+            number += 1
+    return (
+        times_by_size(cost, lengths[:number], smallest[:number], widest[:number], num_ranks, bound),
+        FineRings(cost, lengths[number:], smallest[number:], widest[number:]),
     )
+
+
+def place_rings_python(
+    lengths: IntArray,
+    smallest: IntArray,
+    widest: IntArray,
+    num_ranks: int,
+    cost: CostModel,
+    bound: int,
+    target: int,
+    tie: int,
+    share: int,
+) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+    """Twin of the C++ ``place_rings``: rings alone, in the given order, onto ranks that are free at once.
+
+    ``lengths``, ``smallest`` and ``widest`` are int64 [num_rings], by smallest size and then length, both falling; for
+    ``target``, ``tie`` and ``share`` see `Trial`.
+
+    Returns:
+        ring, start, size, begin and time of every ring in the order in which they were placed, int64 [num_rings].
+    """
+    coarse, fine = choose_coarse(lengths, smallest, widest, num_ranks, cost, bound)
+    found = place_coarse(cost, coarse, num_ranks, Trial(target, tie, share))
+    place_fine(fine, target, found)
+    places = [place[:4] for place in found.placed.places]
+    start, size, begin, time = np.array(places, dtype=np.int64).reshape(-1, 4).T.copy()
+    return np.array(found.placed.rings, dtype=np.int64), start, size, begin, time
 
 
 def _locals(sequence: IntArray, lengths: IntArray, capacity: int, cost: CostModel) -> Locals:

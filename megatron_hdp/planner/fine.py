@@ -43,9 +43,8 @@ class FineRings:
         self._best: list[int] = []
         self._crossing: list[int] = []
         if lengths.size:
-            best = best_picoseconds(cost, lengths, smallest)
-            self.work = int((best * smallest).sum())
-            self._best = best.tolist()
+            self._best = best_picoseconds(cost, lengths, smallest).tolist()
+            self.work = sum(time * size for time, size in zip(self._best, self.smallest))
             self._crossing = cost.picoseconds(lengths, smallest, int(Tier.ACROSS_NODES)).tolist()
         self._block = (np.cumsum(widest - smallest + 1) // BLOCK_TIMES).tolist()
         self._blocks: dict[int, tuple[int, list[int], list[int], list[int]]] = {}

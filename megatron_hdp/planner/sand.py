@@ -99,11 +99,11 @@ def build_columns(
     local_rank = np.array(spread.rank, dtype=np.int64)
     ring_start[local.sequence] = local_rank
     if placed.places:
-        places = np.array(placed.places, dtype=np.int64)
+        places = np.array([place[:2] for place in placed.places], dtype=np.int64)
         rings = ring_sequence[np.array(placed.rings, dtype=np.int64)]
-        ring_start[rings], ring_size[rings] = places[:, 0], places[:, 1]
+        ring_start[rings], ring_size[rings] = places.T
     else:
-        places, rings = np.zeros((0, 5), dtype=np.int64), ring_sequence
+        places, rings = np.zeros((0, 2), dtype=np.int64), ring_sequence
     cell_ring, cell_rank = _cells(places)
     cell_turn, cells_of = _turns(cell_rank, num_ranks)
     first_group = np.cumsum(cells_of + 1) - cells_of - 1  # a group: what a rank runs in one turn
@@ -118,7 +118,7 @@ def build_columns(
 
 
 def _cells(places: IntArray) -> tuple[IntArray, IntArray]:
-    """(index of the place, rank) of every rank of every ring, in the order of placement; both int64 [num_cells]."""
+    """(index of the ring, rank) of every rank of every ring; ``places`` int64 [num_rings, (start, size)]."""
     place = np.repeat(np.arange(len(places), dtype=np.int64), places[:, 1])
     first = np.cumsum(places[:, 1]) - places[:, 1]
     return place, np.arange(place.size, dtype=np.int64) - first[place] + places[place, 0]
