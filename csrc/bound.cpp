@@ -39,9 +39,11 @@ class Search {
           passes_(given.recompute ? 3 : 2),
           per_sequence_((given.sequence[0] >> given.fraction_bits) * (passes_ - 1) +
                         (given.sequence[1] >> given.fraction_bits)) {
-        // A ring that fits a node may lie in one: it is charged the better of both kinds of links.
-        for (std::int64_t *pair : {cost_.latency, cost_.kv_time, cost_.both_time, cost_.gradient_time}) {
-            pair[0] = std::min(pair[0], pair[1]);
+        // A ring that fits a node may lie in one, or not: it is charged the better of both kinds of links.
+        if (ranks_ > cost_.ranks_per_node) {
+            for (std::int64_t *pair : {cost_.latency, cost_.kv_time, cost_.both_time, cost_.gradient_time}) {
+                pair[0] = std::min(pair[0], pair[1]);
+            }
         }
     }
 
@@ -79,13 +81,21 @@ class Search {
         }
         known_.reserve(items.size());
         ahead_.assign(items.size() + 1, {0, 0});
+        const std::int64_t freest = largest_piece(most);
+        std::int64_t last_offload = most, piece = freest; // kept from item to item: divisions cost more than the rest
         for (const BoundItem &item : items) {
-            const std::int64_t ring = smallest_ring(item.length, item.offload);
+            if (item.offload != last_offload) {
+                last_offload = item.offload;
+                piece = largest_piece(item.offload);
+            }
+            const std::int64_t units = item.length / cost_.pad_multiple;
+            const std::int64_t ring = units <= piece ? 1 : (units + piece - 1) / piece;
             if (ring > ranks_) {
                 throw std::invalid_argument("a sequence of " + std::to_string(item.length) + " tokens needs " +
                                             std::to_string(ring) + " ranks of " + std::to_string(ranks_));
             }
-            known_.push_back({item.length, item.count, ring, smallest_ring(item.length, most), work(item.length, ring)});
+            const std::int64_t freest_ring = units <= freest ? 1 : (units + freest - 1) / freest;
+            known_.push_back({item.length, item.count, ring, freest_ring, work(item.length, ring)});
         }
         for (std::size_t i = items.size(); i-- > 0;) {
             const Wide held = (Wide{items[i].length} * (offload_one - items[i].offload) + offload_one - 1) / offload_one;
@@ -94,13 +104,16 @@ class Search {
         }
     }
 
-    std::int64_t smallest_ring(std::int64_t length, std::int64_t offload) const {
-        const std::int64_t tokens = offload >= offload_one ? unlimited / 2 : capacity_ * offload_one / (offload_one - offload);
+    // The largest piece of a sequence that offloads so much, in units of padding.
+    std::int64_t largest_piece(std::int64_t offload) const {
+        const std::int64_t tokens =
+            offload >= offload_one ? unlimited / 2 : capacity_ * offload_one / (offload_one - offload);
         const std::int64_t units = tokens / cost_.pad_multiple;
         if (units < 1) {
-            throw std::invalid_argument("capacity does not hold the smallest piece");
+            throw std::invalid_argument("a capacity of " + std::to_string(capacity_) +
+                                        " tokens does not hold the smallest piece");
         }
-        return (length / cost_.pad_multiple + units - 1) / units;
+        return units;
     }
 
     int tier(std::int64_t ring) const { return ring > cost_.ranks_per_node ? across_nodes : inside_node; }

@@ -150,7 +150,7 @@ class _Search:
         self, lengths: IntArray, shares: IntArray, cost: CostModel, ranks: int, capacity: int, stages: int, parts: int
     ) -> None:
         pad = cost.pad_multiple
-        self.cost = _with_best_links(cost)
+        self.cost = _with_best_links(cost, ranks)
         self.ranks, self.capacity, self.stages = ranks, capacity, stages
         self.parts = parts if stages > 1 else 1
         self.trim = 2 * (self.parts - 1)
@@ -372,8 +372,10 @@ class _Search:
         return int(best)
 
 
-def _with_best_links(cost: CostModel) -> CostModel:
+def _with_best_links(cost: CostModel, num_ranks: int) -> CostModel:
     """The model with links inside a node at least as good as those across, so that time never falls at its border."""
+    if num_ranks <= cost.ranks_per_node:
+        return cost
     inside, across = cost.profile.inside_node, cost.profile.across_nodes
     best = replace(
         inside, latency=min(inside.latency, across.latency), bandwidth=max(inside.bandwidth, across.bandwidth)
