@@ -137,22 +137,24 @@ def place_rings_python(
     widest: IntArray,
     num_ranks: int,
     cost: CostModel,
-    bound: int,
+    num_coarse: int,
     target: int,
     tie: int,
     share: int,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
     """Twin of the C++ ``place_rings``: rings alone, in the given order, onto ranks that are free at once.
 
-    ``lengths``, ``smallest`` and ``widest`` are int64 [num_rings], by smallest size and then length, both falling; for
-    ``target``, ``tie`` and ``share`` see `Trial`.
+    ``lengths``, ``smallest`` and ``widest`` are int64 [num_rings], by smallest size and then length, both falling; the
+    first ``num_coarse`` are placed as coarse rings. For ``target``, ``tie`` and ``share`` see `Trial`.
 
     Returns:
         ring, start, size, begin and time of every ring in the order in which they were placed, int64 [num_rings].
     """
-    coarse, fine = choose_coarse(lengths, smallest, widest, num_ranks, cost, bound)
+    widest = np.minimum(widest, num_ranks)
+    head, tail = slice(0, max(num_coarse, 0)), slice(max(num_coarse, 0), None)
+    coarse = times_by_size(cost, lengths[head], smallest[head], widest[head], num_ranks, target)
     found = place_coarse(cost, coarse, num_ranks, Trial(target, tie, share))
-    place_fine(fine, target, found)
+    place_fine(FineRings(cost, lengths[tail], smallest[tail], widest[tail]), target, found)
     places = [place[:4] for place in found.placed.places]
     start, size, begin, time = np.array(places, dtype=np.int64).reshape(-1, 4).T.copy()
     return np.array(found.placed.rings, dtype=np.int64), start, size, begin, time

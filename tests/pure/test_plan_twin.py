@@ -1,0 +1,201 @@
+"""The planner core in C++ and its Python twin make the same plans, bit for bit, valid and as short as promised."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.cost import CostModel, load_profile
+from megatron_hdp.cost.core import core_arguments
+from megatron_hdp.mixes import mix_batches, parse_mix
+from megatron_hdp.planner import core_backend, fine
+from megatron_hdp.planner.bound import lower_bound
+from megatron_hdp.planner.check import check
+from megatron_hdp.planner.dp import widest_rings
+from megatron_hdp.planner.dp_python import place_rings_python, plan_and_span
+from megatron_hdp.planner.packing import best_fit_python
+from megatron_hdp.planner.sand import pack_falling
+from megatron_hdp.planner.span import rank_ends
+from megatron_hdp.types import IntArray, Plan
+
+if core_backend() == "c++":
+    from megatron_hdp import _core
+compiled = pytest.mark.skipif(core_backend() == "python", reason="megatron_hdp._core is not built")
+
+BYTESCALE, H100 = load_profile("bytescale"), load_profile("h100")
+WAYS = [(tie, share) for tie in (0, 1, 2) for share in (0, 20, 102)]
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: IntArray
+    widest: IntArray
+    num_ranks: int
+    capacity: int
+    cost: CostModel
+    bound: int
+
+    @property
+    def smallest(self) -> IntArray:
+        return -(-self.lengths // self.capacity)
+
+    def twin(self):
+        return plan_and_span(
+            self.lengths, self.smallest, self.widest, self.num_ranks, self.capacity, self.cost, self.bound
+        )
+
+    def core(self):
+        arguments = core_arguments(self.cost)
+        return _core.plan_dp(
+            self.lengths, self.smallest, self.widest, self.num_ranks, self.capacity, arguments, self.bound
+        )
+
+    def plan(self, columns) -> Plan:
+        names = ("ring_start", "ring_size", "rank_offsets", "microbatch_offsets", "piece_sequence")
+        return Plan(
+            num_ranks=self.num_ranks,
+            capacity=self.capacity,
+            pad_multiple=self.cost.pad_multiple,
+            lengths=self.lengths,
+            offload=np.zeros(self.lengths.size),
+            **dict(zip(names, columns, strict=True)),
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks = draw(st.integers(1, 8) | st.integers(1, 100))
+    pad = draw(st.sampled_from([2, 2, 4, 6]))
+    capacity = pad * draw(st.sampled_from([1, 2]) | st.integers(1, 40) | st.integers(1, 4096))
+    nodes = draw(st.sampled_from([1, 2, 3, 8, 8, 64, 10**9]))
+    cost = CostModel(
+        replace(draw(st.sampled_from([BYTESCALE, BYTESCALE, H100])), gpus_per_node=nodes),
+        draw(st.sampled_from([1, 32])),
+        window=draw(st.none() | st.integers(1, 3000) | st.just(65_536)),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        pad_multiple=pad,
+    )
+    most = num_ranks * capacity
+    local, few = st.integers(1, capacity), st.integers(1, min(most, 4 * capacity))
+    edges = st.sampled_from([s for s in (1, capacity, capacity + 1, most - 1, most) if 1 <= s <= most])
+    length = st.one_of(local, few, few, edges, st.integers(1, most))
+    lengths = np.array(draw(st.lists(length, min_size=1, max_size=80)), dtype=np.int64)
+    smallest = -(-lengths // capacity)
+    true = lower_bound(lengths, num_ranks, capacity, cost).picoseconds
+    bound = draw(st.just(true) | st.integers(0, 3 * true) | st.just(true + true // 20))
+    widest = widest_rings(cost, lengths, smallest, num_ranks)
+    if draw(st.booleans()):  # the widest ring may be any
+        extra = np.array(draw(st.lists(st.integers(0, num_ranks), min_size=lengths.size, max_size=lengths.size)))
+        widest = np.where(smallest > 1, smallest + extra, smallest)
+    return Case(lengths, widest, num_ranks, capacity, cost, bound)
+
+
+def batch(mix: str, num_ranks: int, tokens: int = 4 << 20) -> Case:
+    """A batch as real ones are."""
+    capacity, cost = 8192, CostModel(BYTESCALE, layers_per_stage=32)
+    lengths = mix_batches(parse_mix(mix), tokens, min(2 << 20, num_ranks * capacity), 1234)(0)
+    widest = widest_rings(cost, lengths, -(-lengths // capacity), num_ranks)
+    bound = lower_bound(lengths, num_ranks, capacity, cost).picoseconds
+    return Case(lengths, widest, num_ranks, capacity, cost, bound)
+
+
+def assert_same(case: Case) -> None:
+    for core, twin in zip(case.core(), case.twin()[0], strict=True):
+        assert core.dtype == twin.dtype == np.int64
+        np.testing.assert_array_equal(core, twin)
+
+
+def assert_valid(case: Case) -> None:
+    columns, span = case.twin()
+    plan = case.plan(columns)
+    check(plan)
+    assert np.all(plan.ring_size >= case.smallest)
+    if case.cost.microbatch_picoseconds() == 0:  # else micro-batches that are not full cost more than their share
+        assert int(rank_ends(plan, case.cost).max()) == span
+
+
+@compiled
+@settings(max_examples=250, deadline=None)
+@given(cases())
+def test_core_and_twin_make_the_same_plans(case):
+    assert_same(case)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_plans_are_valid_and_last_as_long_as_promised(case):
+    assert_valid(case)
+
+
+@compiled
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.sampled_from(WAYS), st.integers(0, 400), st.integers(0, 90))
+def test_core_and_twin_place_rings_alike(case, way, percent, num_coarse):
+    order = np.lexsort((-case.lengths, -case.smallest))
+    order = order[case.smallest[order] > 1]
+    rings = [case.lengths[order], case.smallest[order], case.widest[order]]
+    rest = (num_coarse, case.bound * percent // 100, *way)
+    core = _core.place_rings(*rings, case.num_ranks, core_arguments(case.cost), *rest)
+    for one, other in zip(core, place_rings_python(*rings, case.num_ranks, case.cost, *rest), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 96, 512])
+@pytest.mark.parametrize("mix", ["byted", "github", "lognormal:1024,8192,4096,1.1", "lognormal:128,8192,1024,1.5"])
+def test_batches_like_real_ones(mix, num_ranks, monkeypatch):
+    monkeypatch.setattr(fine, "BLOCK_TIMES", 50)  # times come in many blocks, as they do for larger batches
+    case = batch(mix, num_ranks)
+    assert_valid(case)
+    if core_backend() == "c++":
+        assert_same(case)
+
+
+EXTREMES = {
+    "one rank": ([5, 4096, 1, 1, 4095] * 50, 1, 4096),
+    "capacity 2": ([2, 1, 3, 64, 1, 7] * 30, 32, 2),
+    "equal lengths": ([3 * 512] * 700, 64, 512),
+    "all as long as the pool": ([64 * 512] * 40, 64, 512),
+    "fewer sequences than ranks": ([700, 20, 1], 500, 512),
+    "more ranks than tokens of a node": ([1 << 21, 1 << 20, 1 << 19] * 8, 16_384, 8192),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes(name):
+    lengths, num_ranks, capacity = EXTREMES[name]
+    array, cost = np.array(lengths, dtype=np.int64), CostModel(BYTESCALE, layers_per_stage=32)
+    widest = widest_rings(cost, array, -(-array // capacity), num_ranks)
+    case = Case(array, widest, num_ranks, capacity, cost, lower_bound(array, num_ranks, capacity, cost).picoseconds)
+    assert_valid(case)
+    if core_backend() == "c++":
+        assert_same(case)
+
+
+@compiled
+@pytest.mark.parametrize("seed", range(4))
+def test_rank_time_may_leave_int64(seed):
+    """3,000 ranks for an hour are 10^19 picoseconds of rank-time."""
+    cost, num_ranks, capacity = CostModel(BYTESCALE, layers_per_stage=32), 3000, 1 << 17
+    lengths = np.random.default_rng(seed).integers(5 << 20, 12 << 20, 60)
+    widest = widest_rings(cost, lengths, -(-lengths // capacity), num_ranks)
+    bound = lower_bound(lengths, num_ranks, capacity, cost).picoseconds
+    assert bound * num_ranks > 1 << 63
+    assert_same(Case(lengths, widest, num_ranks, capacity, cost, bound))
+
+
+@given(st.integers(1, 300).flatmap(lambda most: st.tuples(st.just(most), st.lists(st.integers(1, most), max_size=150))))
+def test_packing_of_falling_sizes_is_best_fit(case):
+    capacity, sizes = case
+    falling = sorted(sizes, reverse=True)
+    expected = best_fit_python(np.array(falling, dtype=np.int64), capacity, np.zeros(0, dtype=np.int64))
+    assert pack_falling(falling, capacity) == expected.tolist()
+
+
+def test_a_batch_without_rings_is_levelled():
+    case = batch("lognormal:100,4096,2048,1.1", 64)
+    assert np.all(case.smallest == 1)
+    ends = rank_ends(case.plan(case.twin()[0]), case.cost)
+    longest = int(case.cost.picoseconds(case.lengths.max(), 1, 0))
+    assert int(ends.max()) - int(ends.min()) <= longest  # longest processing time first ends within its last item
