@@ -7,6 +7,7 @@ void bind_bound(nb::module_ &module);
 void bind_check(nb::module_ &module);
 void bind_cost(nb::module_ &module);
 void bind_packing(nb::module_ &module);
+void bind_packs(nb::module_ &module);
 void bind_plan_dp(nb::module_ &module);
 void bind_span(nb::module_ &module);
 
@@ -16,6 +17,7 @@ NB_MODULE(_core, module) {
     bind_check(module);
     bind_cost(module);
     bind_packing(module);
+    bind_packs(module);
     bind_plan_dp(module);
     bind_span(module);
 }

@@ -170,9 +170,10 @@ nb::tuple plan_dp_arrays(Int64View lengths, Int64View smallest, Int64View widest
                           to_numpy(std::move(plan.piece_sequence)));
 }
 
-// Rings in the given order (by smallest size and then length, both falling) onto ranks that are free at once.
+// Rings in the given order (by smallest size and then length, both falling) onto ranks that are free at once; the first
+// `num_coarse` of them as coarse rings.
 nb::tuple place_rings(Int64View lengths, Int64View smallest, Int64View widest, Int num_ranks, Int64View arguments,
-                      Int bound, Int target, Int tie, Int share) {
+                      Int num_coarse, Int target, Int tie, Int share) {
     const Cost cost = Cost::from(arguments);
     Coarse coarse;
     {
@@ -181,7 +182,11 @@ nb::tuple place_rings(Int64View lengths, Int64View smallest, Int64View widest, I
         for (std::size_t i = 0; i < lengths.shape(0); ++i) {
             task.rings.push_back({lengths(i), smallest(i), std::min(num_ranks, widest(i)), {}});
         }
-        choose_coarse(cost, task, num_ranks, bound);
+        task.num_coarse = std::min(task.rings.size(), static_cast<std::size_t>(std::max<Int>(num_coarse, 0)));
+        for (std::size_t i = 0; i < task.num_coarse; ++i) {
+            Choices &ring = task.rings[i];
+            ring.times = times_by_size(cost, ring.length, ring.smallest, ring.widest, num_ranks, target);
+        }
         coarse = place_coarse(cost, task.rings, num_ranks, {target, tie, share});
         place_fine(cost, task.rings, task.num_coarse, target, coarse);
     }
@@ -198,6 +203,6 @@ void bind_plan_dp(nb::module_ &module) {
     module.def("plan_dp", &hdp::plan_dp_arrays, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
                nb::arg("num_ranks"), nb::arg("capacity"), nb::arg("cost"), nb::arg("bound"));
     module.def("place_rings", &hdp::place_rings, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
-               nb::arg("num_ranks"), nb::arg("cost"), nb::arg("bound"), nb::arg("target"), nb::arg("tie"),
+               nb::arg("num_ranks"), nb::arg("cost"), nb::arg("num_coarse"), nb::arg("target"), nb::arg("tie"),
                nb::arg("share"));
 }

@@ -14,35 +14,6 @@ namespace {
 // What idles before rings: (room, rank, turn of the ring that ends the gap).
 using Gap = std::tuple<Int, Int, Int>;
 
-// Binary heap of (load, rank) whose least entry is replaced again and again.
-class Loads {
-  public:
-    explicit Loads(const Ints &ends) {
-        for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-            heap_.emplace_back(ends[rank], static_cast<Int>(rank));
-        }
-        std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
-    }
-    Int least() const { return heap_.front().second; }
-    void add(Int work) {
-        const std::pair<Int, Int> entry{heap_.front().first + work, heap_.front().second};
-        std::size_t hole = 0;
-        for (std::size_t child = 1; child < heap_.size(); child = 2 * hole + 1) {
-            child += child + 1 < heap_.size() && heap_[child + 1] < heap_[child];
-            if (!(heap_[child] < entry)) {
-                break;
-            }
-            heap_[hole] = heap_[child];
-            hole = child;
-        }
-        heap_[hole] = entry;
-    }
-    Int most() const { return std::max_element(heap_.begin(), heap_.end())->first; }
-
-  private:
-    std::vector<std::pair<Int, Int>> heap_;
-};
-
 // Items of every group in their order, as offsets into one list.
 struct Groups {
     Ints offsets, items;
