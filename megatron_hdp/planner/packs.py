@@ -106,10 +106,12 @@ def ramp_rooms(steps: int, capacity: int, pad_multiple: int) -> IntArray:
     return np.concatenate([rooms, rooms])
 
 
-def make_packs(locals_: Locals, rank: IntArray, num_ranks: int, capacity: int, rooms: IntArray, constant: int) -> Packs:
+def make_packs(
+    locals_: Locals, rank: IntArray, num_ranks: int, capacity: int, rooms: IntArray, constants: tuple[int, int]
+) -> Packs:
     """Packs of every rank. ``rank``: of each local sequence; ``rooms``: see `pack_ranks`.
 
-    ``constant``: picoseconds of a micro-batch in forward and again in backward.
+    ``constants``: picoseconds of every micro-batch in forward and in backward.
     """
     if not rank.size:
         empty = np.zeros(0, dtype=np.int64)
@@ -117,7 +119,7 @@ def make_packs(locals_: Locals, rank: IntArray, num_ranks: int, capacity: int, r
     bins = pack_ranks(rank, locals_.tokens, num_ranks, capacity, rooms)
     width = int(bins.max()) + 1
     keys, of = np.unique(rank * width + bins, return_inverse=True)
-    forward, backward = np.full(keys.size, constant), np.full(keys.size, constant)
+    forward, backward = (np.full(keys.size, constant, dtype=np.int64) for constant in constants)
     np.add.at(forward, of, locals_.forward)
     np.add.at(backward, of, locals_.backward)
     return Packs(of, keys // width, forward, backward)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.check import held_tokens
+from megatron_hdp.planner.columns import Columns
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 FloatArray = npt.NDArray[np.float64]
@@ -57,15 +58,29 @@ def units_plan(
         equal_counts: all ranks have equal counts, and the same slots; empty micro-batches fill up.
         count_multiple: counts are a multiple of this.
     """
-    unit, rank = _cells(units)
+    unit, rank = cells(units)
     slots = _same_slots(units, num_ranks)[unit] if same_slots or equal_counts else _next_slots(units.time[unit], rank)
     counts = np.ones(num_ranks, dtype=np.int64)
     np.maximum.at(counts, rank, slots + 1)
     if equal_counts:
         counts[:] = counts.max()
     counts = -(-counts // count_multiple) * count_multiple
-    rank_offsets = _offsets(counts)
 
+    columns = arrange(units, slots, counts)
+    return Plan(
+        num_ranks=num_ranks,
+        capacity=capacity,
+        pad_multiple=pad_multiple,
+        lengths=lengths,
+        offload=np.zeros(lengths.size) if offload is None else offload,
+        **columns._asdict(),
+    )
+
+
+def arrange(units: Units, slots: IntArray, counts: IntArray) -> Columns:
+    """The columns of the plan in which cell i of `cells` runs in ``slots[i]`` and rank r has ``counts[r]`` slots."""
+    unit, rank = cells(units)
+    rank_offsets = offsets(counts)
     members = np.argsort(units.of, kind="stable")  # the sequences of unit 0, then those of unit 1, ...
     number = np.bincount(units.of, minlength=units.size.size)
     first = np.cumsum(number) - number
@@ -74,21 +89,16 @@ def units_plan(
     sequence = members[np.repeat(first[unit], pieces) + inside]
     microbatch = np.repeat(rank_offsets[rank] + slots, pieces)
     order = np.lexsort((sequence, microbatch))
-    return Plan(
-        num_ranks=num_ranks,
-        capacity=capacity,
-        pad_multiple=pad_multiple,
-        lengths=lengths,
+    return Columns(
         ring_start=units.start[units.of],
         ring_size=units.size[units.of],
-        offload=np.zeros(lengths.size) if offload is None else offload,
         rank_offsets=rank_offsets,
-        microbatch_offsets=_offsets(np.bincount(microbatch, minlength=int(rank_offsets[-1]))),
+        microbatch_offsets=offsets(np.bincount(microbatch, minlength=int(rank_offsets[-1]))),
         piece_sequence=sequence[order],
     )
 
 
-def _cells(units: Units) -> tuple[IntArray, IntArray]:
+def cells(units: Units) -> tuple[IntArray, IntArray]:
     """Unit and rank of every micro-batch, unit by unit; shapes [sum of size]."""
     unit = np.repeat(np.arange(units.size.size), units.size)
     offset = np.arange(unit.size) - np.repeat(np.cumsum(units.size) - units.size, units.size)
@@ -115,7 +125,8 @@ def _same_slots(units: Units, num_ranks: int) -> IntArray:
     return slots
 
 
-def _offsets(sizes: IntArray) -> IntArray:
+def offsets(sizes: IntArray) -> IntArray:
+    """Running sums from 0: where each of a list of groups begins, and the end."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
