@@ -47,3 +47,25 @@ def check(
 def run_graph(
     queue_offsets: IntArray, queue_nodes: IntArray, edge_from: IntArray, edge_to: IntArray, duration: IntArray
 ) -> IntArray: ...
+def plan_dp(
+    lengths: IntArray,
+    smallest: IntArray,
+    widest: IntArray,
+    num_ranks: int,
+    capacity: int,
+    cost: IntArray,
+    bound: int,
+) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]: ...
+def place_rings(
+    lengths: IntArray,
+    smallest: IntArray,
+    widest: IntArray,
+    num_ranks: int,
+    cost: IntArray,
+    num_coarse: int,
+    target: int,
+    tie: int,
+    share: int,
+) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]: ...
+def spread(work: IntArray, loads: IntArray) -> IntArray: ...
+def pack_ranks(rank: IntArray, size: IntArray, num_ranks: int, capacity: int, rooms: IntArray) -> IntArray: ...

@@ -8,8 +8,13 @@ import numpy as np
 from megatron_hdp.cost import CostModel
 from megatron_hdp.cost.core import core_arguments
 from megatron_hdp.planner.columns import Columns
-from megatron_hdp.planner.packing import _core
+from megatron_hdp.planner.dp_python import plan_dp_python
 from megatron_hdp.types import IntArray
+
+try:
+    from megatron_hdp import _core
+except ImportError:  # a source tree without a compiler: the twin makes the same plan, slower
+    _core = None  # type: ignore[assignment]
 
 
 def plan_dp(
@@ -33,8 +38,6 @@ def plan_dp(
         bound: lower bound on the span in picoseconds: what to aim at.
     """
     if _core is None:
-        from megatron_hdp.planner.dp_python import plan_dp_python
-
         return Columns(*plan_dp_python(lengths, smallest, widest, num_ranks, capacity, cost, bound))
     return Columns(*_core.plan_dp(lengths, smallest, widest, num_ranks, capacity, core_arguments(cost), bound))
 

@@ -19,7 +19,7 @@ from megatron_hdp.planner.baselines import (
     plan_static,
     plan_static_smallest,
 )
-from megatron_hdp.planner.baselines.units import soonest
+from megatron_hdp.planner.units import soonest
 from megatron_hdp.planner.check import check
 from megatron_hdp.planner.span import microbatch_picoseconds, rank_ends
 

@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 
 from megatron_hdp.cost import CostModel
-from megatron_hdp.planner.units import Units, smallest_rings, soonest, unit_picoseconds, units_plan
 from megatron_hdp.planner.packing import best_fit
+from megatron_hdp.planner.units import Units, smallest_rings, soonest, unit_picoseconds, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 Strategy = Literal["dp", "pp"]

@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron_hdp.cost import CostModel
-from megatron_hdp.planner.units import Units, smallest_rings, units_plan
 from megatron_hdp.planner.packing import best_fit
+from megatron_hdp.planner.units import Units, smallest_rings, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 

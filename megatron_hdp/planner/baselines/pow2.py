@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
 from megatron_hdp.planner.packing import best_fit
 from megatron_hdp.planner.span import rank_ends
+from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 LIMITS = ((1, 1), (3, 4), (1, 2), (3, 8), (1, 4), (3, 16), (1, 8), (1, 16))

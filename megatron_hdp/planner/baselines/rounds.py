@@ -6,8 +6,8 @@ from itertools import groupby
 import numpy as np
 
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.units import Units, units_plan
 from megatron_hdp.planner.packing import best_fit
+from megatron_hdp.planner.units import Units, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 Round = Sequence[Sequence[int]]

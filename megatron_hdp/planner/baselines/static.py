@@ -11,10 +11,10 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import ConfigError, PlanError
-from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
 from megatron_hdp.planner.load import piece_cost
 from megatron_hdp.planner.packing import best_fit
 from megatron_hdp.planner.rooms import spread
+from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 
