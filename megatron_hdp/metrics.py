@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hdp.attention.traffic import ring_bytes
+from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.planner.summary import PlanSummary, summarize
 from megatron_hdp.types import IntArray, Plan
@@ -57,18 +58,32 @@ class StepRecord:
             "hdp/mean-ring": sum(size * count for size, count in rings.items()) / summary.sequences,
             "hdp/max-micro-batches": float(summary.microbatches_max),
             "hdp/imbalance": summary.imbalance,
+            "hdp/efficiency": summary.efficiency,
             "hdp/padding": summary.padding_fraction,
             "hdp/sent-MiB": self.bytes_sent / 2**20,
             "hdp/plan-ms": 1e3 * self.plan_seconds,
         }
 
 
-def record_step(rank: int, traffic: RingTraffic, step: int, plan: Plan, seconds: tuple[float, float]) -> StepRecord:
-    """What ``rank`` knows of a step before it runs; ``seconds`` are those of planning and of reading."""
+def record_step(
+    rank: int,
+    traffic: RingTraffic,
+    step: int,
+    plan: Plan,
+    seconds: tuple[float, float],
+    *,
+    cost: CostModel | None = None,
+    stages: int = 1,
+    virtual_stages: int = 1,
+) -> StepRecord:
+    """What ``rank`` knows of a step before it runs; ``seconds`` are those of planning and of reading.
+
+    ``cost``, ``stages`` and ``virtual_stages`` as for `summarize`.
+    """
     sent = traffic.bytes_by_rank(plan)
     return StepRecord(
         step=step,
-        summary=summarize(plan),
+        summary=summarize(plan, cost, stages=stages, virtual_stages=virtual_stages),
         bytes_sent=int(sent.sum()),
         own_bytes_sent=int(sent[rank]),
         plan_seconds=seconds[0],
@@ -101,7 +116,9 @@ class StepLog:
             "micro_batches_min": summary.microbatches_min,
             "micro_batches_max": summary.microbatches_max,
             "imbalance": summary.imbalance,
-            "span_over_mean": summary.span_over_mean,
+            "span_seconds": summary.span_seconds,
+            "bound_seconds": summary.bound_seconds,
+            "efficiency": summary.efficiency,
             "peers_max": summary.peers_max,
             "bytes_sent": record.bytes_sent,
             "own_bytes_planned": record.own_bytes_sent,

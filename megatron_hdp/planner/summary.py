@@ -1,18 +1,28 @@
 """A plan in a few numbers, for logs, metrics and the command line."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from megatron_hdp.cost import CostModel
+from megatron_hdp.planner.bound import Bound, lower_bound
 from megatron_hdp.planner.check import peers
-from megatron_hdp.planner.load import microbatch_costs, rank_costs
-from megatron_hdp.planner.order import execute
-from megatron_hdp.types import Plan
+from megatron_hdp.planner.entry import default_cost
+from megatron_hdp.planner.span import ends_of_columns, microbatch_picoseconds
+from megatron_hdp.types import IntArray, Plan
+
+PICOSECOND = 1e-12
+"""In seconds."""
+BoundPart = Literal["work", "longest", "pipeline", "crowded"]
+BOUND_PARTS: tuple[BoundPart, ...] = ("work", "longest", "pipeline", "crowded")
+"""Parts of `megatron_hdp.planner.bound.Bound`; where two are equal, the first is named."""
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What a plan does. Work is `megatron_hdp.planner.load.piece_cost`, not seconds."""
+    """What a plan does. Seconds are those of the cost model, see docs/cost-model.md."""
 
     sequences: int
     tokens: int
@@ -26,22 +36,52 @@ class PlanSummary:
     """Micro-batches of the rank that has the fewest."""
     microbatches_max: int
     imbalance: float
-    """Work of the busiest rank over the mean of all."""
-    span_over_mean: float
-    """Time until the last rank is done, waiting in rings counted, over the mean work; no pipeline. At least 1."""
+    """Work of the busiest rank, waiting not counted, over the mean of all. At least 1."""
+    span_seconds: float
+    """Until the last rank is done, waiting in rings and pipelines counted."""
+    bound_seconds: float
+    """No plan of this batch can have a shorter span."""
+    bound_parts: dict[BoundPart, float]
+    """Seconds that each argument for the bound gives; the largest is the bound."""
     peers_max: int
     tokens_per_rank_max: int
     """Tokens, padding counted, of the rank that holds the most over the whole plan."""
     tokens_per_rank_mean: float
 
+    @property
+    def efficiency(self) -> float:
+        """Bound over span, at most 1: the best plan may be better than this one by no more than this factor."""
+        return self.bound_seconds / self.span_seconds
 
-def summarize(plan: Plan) -> PlanSummary:
-    """Summary of a plan that passes `check`."""
+    @property
+    def binding(self) -> BoundPart:
+        """The part that is the bound."""
+        return max(self.bound_parts, key=self.bound_parts.__getitem__)
+
+
+def summarize(plan: Plan, cost: CostModel | None = None, *, stages: int = 1, virtual_stages: int = 1) -> PlanSummary:
+    """Summary of a plan that passes `check`.
+
+    Args:
+        plan: the plan.
+        cost: what pieces cost on one pipeline stage; `default_cost` when None.
+        stages: pipeline stages of the run.
+        virtual_stages: model parts per stage.
+
+    Raises:
+        PlanError: a sequence is longer than the cost model's integers allow.
+    """
+    cost = default_cost(stages) if cost is None else cost
+    if cost.pad_multiple != plan.pad_multiple:
+        cost = dataclasses.replace(cost, pad_multiple=plan.pad_multiple)
     piece_tokens = 2 * plan.chunk_tokens
     held = int((piece_tokens * plan.ring_size).sum())
-    begin = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(piece_tokens[plan.piece_sequence])])
-    per_rank = np.diff(begin[plan.microbatch_offsets[plan.rank_offsets]])
-    work = rank_costs(plan)
+    per_rank = _sum_by_rank(plan, np.diff(_ahead(piece_tokens[plan.piece_sequence])[plan.microbatch_offsets]))
+    forward, backward = microbatch_picoseconds(plan, cost)
+    work = _sum_by_rank(plan, forward + backward)
+    columns = (plan.rank_offsets, plan.microbatch_offsets, plan.piece_sequence, plan.ring_size)
+    ends = ends_of_columns(*columns, forward, backward, stages, virtual_stages)
+    bound = bound_of(plan, cost, stages=stages, virtual_stages=virtual_stages)
     sizes, counts = np.unique(plan.ring_size, return_counts=True)
     return PlanSummary(
         sequences=plan.num_sequences,
@@ -52,8 +92,35 @@ def summarize(plan: Plan) -> PlanSummary:
         microbatches_min=int(plan.microbatch_counts.min()),
         microbatches_max=int(plan.microbatch_counts.max()),
         imbalance=float(work.max() / work.mean()),
-        span_over_mean=float(execute(plan, microbatch_costs(plan)).max() / work.mean()),
+        span_seconds=PICOSECOND * int(ends.max()),
+        bound_seconds=PICOSECOND * bound.picoseconds,
+        bound_parts={name: PICOSECOND * getattr(bound, name) for name in BOUND_PARTS},
         peers_max=int(peers(plan).max()),
         tokens_per_rank_max=int(per_rank.max()),
         tokens_per_rank_mean=held / plan.num_ranks,
     )
+
+
+def bound_of(plan: Plan, cost: CostModel, *, stages: int = 1, virtual_stages: int = 1) -> Bound:
+    """`lower_bound` of the plan's batch, pool and offloaded fractions; ``cost`` with the plan's padding."""
+    return lower_bound(
+        plan.lengths,
+        plan.num_ranks,
+        plan.capacity,
+        cost,
+        stages=stages,
+        virtual_stages=virtual_stages,
+        offload=plan.offload if np.any(plan.offload) else None,
+    )
+
+
+def _ahead(values: IntArray) -> IntArray:
+    """Sums of all values ahead of each, and of all; int64 [n + 1]."""
+    sums = np.zeros(values.size + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+def _sum_by_rank(plan: Plan, values: IntArray) -> IntArray:
+    """Sums of [num_microbatches] values over each rank's micro-batches, int64 [num_ranks]."""
+    return np.diff(_ahead(values)[plan.rank_offsets])

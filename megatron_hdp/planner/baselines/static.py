@@ -11,9 +11,8 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import ConfigError, PlanError
-from megatron_hdp.planner.load import piece_cost
 from megatron_hdp.planner.packing import best_fit
-from megatron_hdp.planner.rooms import spread
+from megatron_hdp.planner.packs import spread
 from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
@@ -24,9 +23,9 @@ def plan_static(
     capacity: int,
     pad_multiple: int,
     *,
+    cost: CostModel,
     ring_size: int | None = None,
     count_multiple: int = 1,
-    cost: CostModel | None = None,
     equal_counts: bool = True,
     offload: bool = False,
 ) -> Plan:
@@ -41,9 +40,9 @@ def plan_static(
         num_ranks: ranks of the pool.
         capacity: tokens that one rank holds in one micro-batch.
         pad_multiple: pieces are multiples of this.
+        cost: what a pack costs.
         ring_size: ranks of a block, a divisor of num_ranks; the whole pool when None.
         count_multiple: micro-batch counts are a multiple of this.
-        cost: what a pack costs; `megatron_hdp.planner.load.piece_cost` when None.
         equal_counts: no choice here, counts are equal; in the signature of all baselines.
         offload: no choice here, nothing is offloaded.
 
@@ -63,14 +62,12 @@ def plan_static(
     tokens: IntArray = 2 * chunk_tokens(lengths, np.int64(ring_size), pad_multiple)
     pack = best_fit(tokens, capacity)
     sizes = np.full(int(pack.max()) + 1, ring_size, dtype=np.int64)
-    if cost is None:
-        work = np.zeros(sizes.size, dtype=np.int64)
-        np.add.at(work, pack, piece_cost(lengths, tokens))
-    else:
-        work = unit_picoseconds(cost, lengths, pack, sizes)
-    block = spread(work, np.zeros(num_ranks // ring_size, dtype=np.int64))
+    work = unit_picoseconds(cost, lengths, pack, sizes)
+    heavy_first = np.argsort(-work, kind="stable")
+    block = np.empty(sizes.size, dtype=np.int64)
+    block[heavy_first] = spread(work[heavy_first], np.zeros(num_ranks // ring_size, dtype=np.int64))
     time = np.empty(sizes.size, dtype=np.int64)
-    time[np.argsort(-work, kind="stable")] = np.arange(sizes.size)  # every block from heavy to light
+    time[heavy_first] = np.arange(sizes.size)  # every block from heavy to light
     units = Units(pack, block * ring_size, sizes, time)
     return units_plan(
         lengths, num_ranks, capacity, pad_multiple, units, equal_counts=True, count_multiple=count_multiple
