@@ -25,7 +25,7 @@ Int64Array spread(Int64View work, Int64View loads) {
 }
 
 // Bin of every item inside its rank by best fit; items of a rank come by falling size. A rank has one bin of each of
-// `rooms` from the start if its items are at least twice as large together, and opens bins of `capacity`.
+// `rooms` from the start if its items fill them, and opens bins of `capacity`.
 Int64Array pack_ranks(Int64View rank, Int64View size, Int num_ranks, Int capacity, Int64View rooms) {
     const Ints wanted = to_vector(rooms);
     Int all_rooms = 0;
@@ -43,7 +43,7 @@ Int64Array pack_ranks(Int64View rank, Int64View size, Int num_ranks, Int capacit
     }
     std::vector<Ints> left(static_cast<std::size_t>(num_ranks));
     for (std::size_t r = 0; r < left.size(); ++r) {
-        if (total[r] >= 2 * all_rooms) {
+        if (total[r] >= all_rooms) {
             left[r] = wanted;
         }
     }

@@ -73,7 +73,7 @@ def pack_ranks(rank: IntArray, size: IntArray, num_ranks: int, capacity: int, ro
         size: of each item, falling inside a rank, 1 .. capacity, int64 [num_items].
         num_ranks: ranks.
         capacity: room of a new bin.
-        rooms: bins that a rank has from the start, if its items are at least twice as large together.
+        rooms: bins that a rank has from the start, if its items are at least as large together.
 
     Returns:
         int64 [num_items]; bins of a rank count from 0, those of ``rooms`` first.
@@ -87,7 +87,7 @@ def pack_ranks_python(rank: IntArray, size: IntArray, num_ranks: int, capacity: 
     """Twin of the C++ `pack_ranks`."""
     total = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(total, rank, size)
-    wanted, enough = rooms.tolist(), (total >= 2 * int(rooms.sum())).tolist()
+    wanted, enough = rooms.tolist(), (total >= int(rooms.sum())).tolist()
     left = [list(wanted) if enough[r] else [] for r in range(num_ranks)]
     bins = []
     for r, tokens in zip(rank.tolist(), size.tolist(), strict=True):
@@ -103,11 +103,14 @@ def pack_ranks_python(rank: IntArray, size: IntArray, num_ranks: int, capacity: 
     return np.array(bins, dtype=np.int64)
 
 
-def ramp_rooms(steps: int, capacity: int, pad_multiple: int) -> IntArray:
-    """Rooms of the packs that lead up to full ones, and down again: ``steps`` even steps each, int64 [2 steps]."""
-    step = np.arange(1, steps + 1, dtype=np.int64)
-    rooms = np.maximum(capacity * step // (steps + 1) // pad_multiple, 1) * pad_multiple
-    return np.concatenate([rooms, rooms])
+def ramp_rooms(steps: int, least: int, capacity: int, pad_multiple: int) -> IntArray:
+    """Rooms of the packs that lead up to full ones, and down again: ``steps`` even steps each, int64 [2 steps].
+
+    ``least``: tokens of the first, which should be such that there are enough sequences as short as that.
+    """
+    step = np.arange(steps, dtype=np.int64)
+    rooms = (least + (capacity - least) * step // max(steps, 1)) // pad_multiple * pad_multiple
+    return np.repeat(np.maximum(rooms, pad_multiple), 2)
 
 
 def make_packs(

@@ -25,7 +25,7 @@ GOOD_ENOUGH = 64
 
 @dataclass(frozen=True)
 class Way:
-    """One way to lay out a pipeline's plan."""
+    """One way to place rings."""
 
     hill: bool
     """Rings in two halves, longest in the middle; else longest first."""
@@ -33,8 +33,23 @@ class Way:
     """How high rings are stacked on the same ranks, % of the mean."""
     tie: int
     """See `planner.coarse`."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How a rank begins and ends."""
+
     ramp: int
-    """Small packs at each end of a rank, in pipeline stages."""
+    """Small packs at each end, in halves of the number of stages."""
+    lead: int
+    """Share of local packs that run ahead of the longest micro-batches, of 1024."""
+
+
+WAYS = tuple(Way(hill, level, tie) for hill in (True, False) for level in (60, 90) for tie in (0, 1))
+USUAL_ENDS = Ends(4, 512)
+FLAT_WAYS = (Way(False, 100, 0), Way(False, 90, 2))
+"""Without stages there is nothing to fill or drain."""
+OTHER_ENDS = tuple(Ends(ramp, lead) for ramp in (4, 5, 6, 0, 8) for lead in (384, 512, 576))
 
 
 @dataclass(frozen=True)
@@ -62,31 +77,21 @@ def plan_pp(
 ) -> Columns:
     """Plan with rings in equal slots; a pure function of its arguments. See `planner.dp.plan_dp` for the others."""
     task = _read(lengths, smallest, widest, num_ranks, capacity, cost, layout)
-    best: tuple[int, Candidate] | None = None
-    for way in ways(layout.stages, bool(task.rings.sequence.size)):
-        for span, candidate in _try(task, way):
-            if best is None or span < best[0]:
-                best = (span, candidate)
-        if best is not None and best[0] <= bound + bound // GOOD_ENOUGH:
-            break
+    if layout.stages == 1:
+        found = [trial for way in FLAT_WAYS for trial in _rounds(task, *_halves(task, way), Ends(0, 0), 1)]
+        return finish(min(found, key=_span).candidate, task.locals, lengths.size)
+    rings = task.rings.sequence.size > 0
+    best: Trial | None = None
+    for way in WAYS if rings else WAYS[:1]:
+        trials = _rounds(task, *_halves(task, way), USUAL_ENDS, ROUNDS if rings else 1)
+        best = min([*trials, *([best] if best else [])], key=_span)
     assert best is not None  # there is always a way
-    return finish(best[1], task.locals, lengths.size)
-
-
-def ways(stages: int, any_rings: bool) -> tuple[Way, ...]:
-    """The ways that are tried, in order."""
-    if stages == 1:
-        return (Way(False, 100, 0, 0), Way(False, 90, 2, 0))
-    ramps = (2, 3, 1)
-    if not any_rings:
-        return tuple(Way(True, 100, 0, ramp) for ramp in ramps)
-    return tuple(
-        Way(hill, level, tie, ramp)
-        for ramp in ramps[:2]
-        for hill in (True, False)
-        for level in (60, 90)
-        for tie in (0, 1)
-    )
+    front, back = best.front, best.back
+    for other in OTHER_ENDS:
+        if best.span <= bound + bound // GOOD_ENOUGH:
+            break
+        best = min(best, *_rounds(task, front, back, other, ROUNDS if rings else 1, best.lost), key=_span)
+    return finish(best.candidate, task.locals, lengths.size)
 
 
 def _read(
@@ -111,24 +116,54 @@ def _read(
     return _Task(lengths, rings, locals_, num_ranks, capacity, cost, layout, mean)
 
 
-def _try(task: _Task, way: Way) -> Iterator[tuple[int, Candidate]]:
-    """Span and candidate, round by round."""
-    front, back = _halves(task, way)
-    steps = way.ramp * task.layout.stages
-    rooms = ramp_rooms(steps, task.capacity, task.cost.pad_multiple)
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, what it is made of, and when it is done."""
+
+    span: int
+    candidate: Candidate
+    front: Half
+    back: Half
+    lost: IntArray
+    """Picoseconds that bubbles were expected to take from each rank, [num_ranks]."""
+    found: IntArray
+    """What they took."""
+
+
+def _span(trial: Trial) -> int:
+    return trial.span
+
+
+def _rounds(
+    task: _Task, front: Half, back: Half, end: Ends, rounds: int, lost: IntArray | None = None
+) -> Iterator[Trial]:
+    """Spread local work, time it, and spread it again for what bubbles took."""
+    lost = np.zeros(task.num_ranks, dtype=np.int64) if lost is None else lost
+    for _ in range(rounds):
+        trial = _time(task, front, back, lost, end)
+        yield trial
+        lost = (lost + trial.found) // 2 if np.any(lost) else trial.found
+
+
+def _time(task: _Task, front: Half, back: Half, lost: IntArray, end: Ends) -> Trial:
+    """Local work onto ranks that have their rings and lose ``lost``, and the time of it all."""
     height = front.height + back.height
     work = task.locals.forward + task.locals.backward
-    lost = np.zeros(task.num_ranks, dtype=np.int64)
+    rank = spread(work, height + lost)
+    steps = end.ramp * task.layout.stages // 2
+    rooms = ramp_rooms(steps, _short(task.locals.tokens), task.capacity, task.cost.pad_multiple)
     constants = (task.cost.microbatch_picoseconds("forward"), task.cost.microbatch_picoseconds("backward"))
-    for _ in range(ROUNDS if task.layout.stages > 1 and task.rings.sequence.size else 1):
-        rank = spread(work, height + lost)
-        packs = make_packs(task.locals, rank, task.num_ranks, task.capacity, rooms, constants)
-        candidate = assemble(front, back, packs, 512 if way.hill else 0, task.layout)
-        ended = ends(candidate, task.lengths, task.cost, task.layout)
-        yield int(ended.max()), candidate
-        load = height.copy()
-        np.add.at(load, rank, work)
-        lost = ended - load if not np.any(lost) else (lost + ended - load) // 2
+    packs = make_packs(task.locals, rank, task.num_ranks, task.capacity, rooms, constants)
+    candidate = assemble(front, back, packs, end.lead, task.layout)
+    ended = ends(candidate, task.lengths, task.cost, task.layout)
+    load = height.copy()
+    np.add.at(load, rank, work)
+    return Trial(int(ended.max()), candidate, front, back, lost, ended - load)
+
+
+def _short(tokens: IntArray) -> int:
+    """Tokens of a short local sequence: a tenth are shorter. ``tokens`` fall, [num_locals]."""
+    return int(tokens[tokens.size * 9 // 10]) if tokens.size else 0
 
 
 def _halves(task: _Task, way: Way) -> tuple[Half, Half]:
