@@ -46,10 +46,9 @@ class Ends:
 
 
 WAYS = tuple(Way(hill, level, tie) for hill in (True, False) for level in (60, 90) for tie in (0, 1))
-USUAL_ENDS = Ends(4, 512)
 FLAT_WAYS = (Way(False, 100, 0), Way(False, 90, 2))
 """Without stages there is nothing to fill or drain."""
-OTHER_ENDS = tuple(Ends(ramp, lead) for ramp in (4, 5, 6, 0, 8) for lead in (384, 512, 576))
+OTHER_ENDS = tuple(Ends(ramp, lead) for ramp in (4, 5, 6, 0, 8) for lead in (384, 512, 576, 0, 128))
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def plan_pp(
     rings = task.rings.sequence.size > 0
     best: Trial | None = None
     for way in WAYS if rings else WAYS[:1]:
-        trials = _rounds(task, *_halves(task, way), USUAL_ENDS, ROUNDS if rings else 1)
+        trials = _rounds(task, *_halves(task, way), Ends(4, 512 if way.hill else 0), ROUNDS if rings else 1)
         best = min([*trials, *([best] if best else [])], key=_span)
     assert best is not None  # there is always a way
     front, back = best.front, best.back
