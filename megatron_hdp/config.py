@@ -31,8 +31,11 @@ class HdpConfig:
     """dp: ranks run as many micro-batches as they have time for. pp: equal counts, rings in equal slots, as pipeline
     schedules need. auto: pp when pipeline stages are used, else dp."""
     algorithm: Literal["hdp", "static"] = "hdp"
-    """hdp: each sequence gets the smallest ring that holds it. static: one ring over the whole pool for every
+    """hdp: each sequence gets the ring that shortens the step most. static: one ring over the whole pool for every
     sequence, as context parallelism does; the same data, attention and loss, to compare with."""
+    profile: str = "bytescale"
+    """What pieces cost: a profile that ships with the package (bytescale, h100) or the path of a profile's JSON. It
+    decides who runs what, never what is computed."""
     kernel: str = "auto"
     """Attention kernel for one block; `megatron-hdp doctor` lists them. auto: the fastest that can run."""
     lookahead: int = 1

@@ -13,6 +13,7 @@ from megatron_hdp.data.flags import check_blend, split_shares
 from megatron_hdp.errors import ConfigError, DataError
 from megatron_hdp.loader import LoaderOptions, StepBundle, StepLoader
 from megatron_hdp.planner import plan
+from megatron_hdp.seams.costs import cost_from_args, stages_from_args
 from megatron_hdp.types import IntArray, Plan
 
 
@@ -80,14 +81,16 @@ def check_data_flags(args: Any) -> None:
 def planner_from_args(args: Any, config: HdpConfig, pool_size: int) -> Callable[[IntArray], Plan]:
     """The function from lengths to a plan for this run."""
     assert config.tokens_per_rank is not None  # checked by resolve()
+    stages, virtual_stages = stages_from_args(args)
     return functools.partial(
         plan,
         num_ranks=pool_size,
         tokens_per_rank=config.tokens_per_rank,
         algorithm=config.algorithm,
         balance=args.hdp_balance,
-        stages=args.pipeline_model_parallel_size,
-        virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
+        cost=cost_from_args(args, config),
+        stages=stages,
+        virtual_stages=virtual_stages,
     )
 
 

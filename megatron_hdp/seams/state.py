@@ -21,6 +21,7 @@ from megatron_hdp.errors import ConfigError, EmptySplitError, SeamError
 from megatron_hdp.loader import StepBundle, StepLoader
 from megatron_hdp.metrics import RingTraffic, StepLog, StepRecord, record_step
 from megatron_hdp.pool import Pool, Service, agree_on_plan, make_pool
+from megatron_hdp.seams.costs import cost_from_args, stages_from_args
 from megatron_hdp.seams.data import (
     StepIterator,
     check_longest,
@@ -169,7 +170,19 @@ class HdpRun:
             lambda digest, step: agree_on_plan(digest, step, pool.control),
             self.service,
             loader_options(self.args, self.config, pool.rank),
-            functools.partial(record_step, pool.rank, self._traffic()) if split == "train" else None,
+            self._recorder(pool) if split == "train" else None,
+        )
+
+    def _recorder(self, pool: Pool) -> Callable[..., StepRecord]:
+        """The function that notes what this rank knows of a planned step."""
+        stages, virtual_stages = stages_from_args(self.args)
+        return functools.partial(
+            record_step,
+            pool.rank,
+            self._traffic(),
+            cost=cost_from_args(self.args, self.config),
+            stages=stages,
+            virtual_stages=virtual_stages,
         )
 
     def begin_step(self, bundle: StepBundle) -> None:

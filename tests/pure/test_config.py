@@ -14,6 +14,7 @@ def test_the_set_of_flags_is_frozen():
         "--hdp-batch-tokens",
         "--hdp-balance",
         "--hdp-algorithm",
+        "--hdp-profile",
         "--hdp-kernel",
         "--hdp-lookahead",
         "--hdp-log",
