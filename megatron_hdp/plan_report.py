@@ -1,102 +1,42 @@
-"""Plan steps from lengths and print how good the plans are: what `megatron-hdp plan` does."""
+"""Tables of planned steps: what `megatron-hdp plan` prints and writes."""
 
 import hashlib
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_hdp.errors import ConfigError
-from megatron_hdp.planner import PlanSummary, plan, summarize
-from megatron_hdp.types import IntArray, Plan
+from megatron_hdp.plan_step import PlannedStep
+from megatron_hdp.planner.summary import BOUND_PARTS
 
 _BAR = 40
 """Characters of a bar that stands for 100 %."""
-_NOTE = "Work: computation in the planner's units, without sending, not seconds. Plan time: on this machine."
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What `megatron_hdp.plan` takes besides lengths."""
-
-    num_ranks: int
-    tokens_per_rank: int
-    algorithm: str
-    balance: str
-    stages: int
-    virtual_stages: int
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """What is kept of the plan of one step."""
-
-    summary: PlanSummary
-    tokens_by_ring: dict[int, int]
-    """Ring size -> real tokens of the sequences with such rings."""
-    digest: bytes
-    seconds: float
-    """Time of making and checking the plan, on this machine."""
-    json: str | None
-    """Canonical JSON of the plan, where it was asked for."""
-
-    @property
-    def hops(self) -> float:
-        """Other ranks that need a token's keys and values, mean over real tokens: ring size - 1."""
-        return sum((size - 1) * tokens for size, tokens in self.tokens_by_ring.items()) / self.summary.tokens
-
-
-def plan_step(lengths: IntArray, options: PlanOptions, *, keep_json: bool = False) -> PlannedStep:
-    """Plan one step of sequences, int64 [num_sequences]. Raises what `megatron_hdp.plan` raises."""
-    start = time.perf_counter()
-    planned = plan(
-        lengths,
-        options.num_ranks,
-        options.tokens_per_rank,
-        algorithm=options.algorithm,
-        balance=options.balance,
-        stages=options.stages,
-        virtual_stages=options.virtual_stages,
-    )
-    seconds = time.perf_counter() - start
-    summary = summarize(planned)
-    json = planned.to_json() if keep_json else None
-    return PlannedStep(summary, _tokens_by_ring(planned, summary), planned.digest(), seconds, json)
-
-
-def _tokens_by_ring(planned: Plan, summary: PlanSummary) -> dict[int, int]:
-    return {size: int(planned.lengths[planned.ring_size == size].sum()) for size in summary.ring_sizes}
-
-
-def check_fits(longest: int, context: int, options: PlanOptions) -> None:
-    """Raise `ConfigError` unless the pool can hold the longest sequence that may come, as training does at its start.
-
-    ``longest``: tokens of the longest document, before it is cut at the context.
-    """
-    if options.num_ranks < 1:
-        raise ConfigError(f"--ranks is {options.num_ranks}: the pool must have at least 1")
-    held = options.num_ranks * options.tokens_per_rank
-    sequence = min(longest, context)
-    if sequence > held:
-        raise ConfigError(
-            f"the longest sequence has {sequence:,} tokens, a pool of {options.num_ranks} ranks with "
-            f"{options.tokens_per_rank:,} tokens each holds {held:,}: set --ranks to at least "
-            f"{-(-sequence // options.tokens_per_rank)}, --tokens-per-rank to at least "
-            f"{-(-sequence // (2 * options.num_ranks)) * 2:,}, or --context to at most {held:,}"
-        )
+_NOTE = "Seconds: of a step, by the profile (docs/cost-model.md). Plan time: measured on this machine."
+_PARTS = {
+    "work": "all work, shared out evenly",
+    "longest": "the longest sequence alone",
+    "pipeline": "filling and draining the pipeline",
+    "crowded": "rings too wide to run side by side",
+}
 
 
 def render_steps(steps: Sequence[PlannedStep]) -> str:
     """Table of the numbers of one step, or of their distribution over several; ring sizes; digest."""
+    one_slice: list[tuple[str, Callable[[PlannedStep], float], int]] = [
+        ("span, a pack's keys in one slice, s", lambda s: s.one_slice_seconds or 0.0, 4)
+    ]
     rows: list[tuple[str, Callable[[PlannedStep], float], int]] = [
         ("sequences", lambda s: s.summary.sequences, 0),
         ("tokens", lambda s: s.summary.tokens, 0),
         ("padding, % of tokens held", lambda s: 100 * s.summary.padding_fraction, 4),
         ("micro-batches, rank with fewest", lambda s: s.summary.microbatches_min, 0),
         ("micro-batches, rank with most", lambda s: s.summary.microbatches_max, 0),
+        ("span, s", lambda s: s.summary.span_seconds, 4),
+        *(one_slice if steps[0].one_slice_seconds is not None else []),
+        ("bound: no plan is faster, s", lambda s: s.summary.bound_seconds, 4),
+        ("efficiency: bound / span, %", lambda s: 100 * s.summary.efficiency, 2),
         ("imbalance: busiest rank / mean work", lambda s: s.summary.imbalance, 4),
-        ("span / mean work", lambda s: s.summary.span_over_mean, 4),
         ("ring hops of a token, mean", lambda s: s.hops, 2),
         ("peers of a rank, most", lambda s: s.summary.peers_max, 0),
         ("plan time, ms", lambda s: 1e3 * s.seconds, 1),
@@ -107,7 +47,18 @@ def render_steps(steps: Sequence[PlannedStep]) -> str:
         values = [value(step) for step in steps]
         shown = (min(values), statistics.median(values), max(values)) if several else values
         lines.append(f"{label:<36}" + "".join(f"{v:>14,.{digits}f}" for v in shown))
-    return "\n".join([*lines, "", *_ring_rows(steps), "", _digest(steps), _NOTE])
+    return "\n".join([*lines, "", _binding(steps), "", *_ring_rows(steps), "", _digest(steps), _NOTE])
+
+
+def _binding(steps: Sequence[PlannedStep]) -> str:
+    """Which part is the bound, and how often."""
+    if len(steps) == 1:
+        parts = steps[0].summary.bound_parts
+        others = ", ".join(f"{name} {parts[name]:.4f}" for name in BOUND_PARTS)
+        return f"the bound is that of {_PARTS[steps[0].summary.binding]} ({others})"
+    binding = [step.summary.binding for step in steps]
+    found = [f"{_PARTS[name]} in {binding.count(name)}" for name in BOUND_PARTS if name in binding]
+    return f"the bound is that of {', '.join(found)} of {len(steps)} steps"
 
 
 def _ring_rows(steps: Sequence[PlannedStep]) -> list[str]:
@@ -137,14 +88,51 @@ def _digest(steps: Sequence[PlannedStep]) -> str:
     return f"digest of all {len(steps)} digests {hashlib.sha256(b''.join(s.digest for s in steps)).hexdigest()}"
 
 
-def write_plans(out: Path, steps: Sequence[PlannedStep]) -> None:
-    """Write one plan as its canonical JSON, several as a JSON list with one plan a line.
+def render_comparison(found: Mapping[str, Sequence[PlannedStep] | str]) -> str:
+    """One row per algorithm, medians over its steps; spans relative to the first one's. Strings say why not."""
+    first = next(iter(found.values()))
+    assert not isinstance(first, str)
+    base = _median(first, lambda s: s.summary.span_seconds)
+    titles = ("span, s", "x", "efficiency %", "padding %", "hops", "plan, ms")
+    lines = [f"{'':<30}" + "".join(f"{title:>14}" for title in titles)]
+    for name, steps in found.items():
+        if isinstance(steps, str):
+            lines.append(f"{name:<30}  cannot: {textwrap.shorten(steps, 180)}")
+            continue
+        span, bound, padding, hops, milliseconds = (
+            _median(steps, value)
+            for value in (
+                lambda s: s.summary.span_seconds,
+                lambda s: s.summary.efficiency,
+                lambda s: s.summary.padding_fraction,
+                lambda s: s.hops,
+                lambda s: 1e3 * s.seconds,
+            )
+        )
+        lines.append(
+            f"{name:<30}{span:>14,.4f}{span / base:>14.3f}{100 * bound:>14.2f}"
+            + f"{100 * padding:>14.3f}{hops:>14.2f}{milliseconds:>14,.1f}"
+        )
+        if steps[0].one_slice_seconds is not None:
+            together = _median(steps, lambda s: s.one_slice_seconds or 0.0)
+            ratio = _median(steps, lambda s: s.summary.bound_seconds / (s.one_slice_seconds or 1.0))
+            lines.append(f"{'  a pack in one slice':<30}{together:>14,.4f}{together / base:>14.3f}{100 * ratio:>14.2f}")
+    several = f"Medians of {len(first)} steps. " if len(first) > 1 else ""
+    return "\n".join([*lines, "", f"{several}x: of the first row's span. {_NOTE}"])
 
-    Raises `ConfigError` if the file cannot be written.
+
+def _median(steps: Sequence[PlannedStep], value: Callable[[PlannedStep], float]) -> float:
+    return statistics.median(map(value, steps))
+
+
+def write_plans(out: Path, flag: str, plans: Iterable[str]) -> None:
+    """Write one plan's JSON as it is, several as a JSON list with one plan a line.
+
+    Raises `ConfigError`, which names the flag, if the file cannot be written.
     """
-    plans = [step.json for step in steps if step.json is not None]
-    text = plans[0] if len(plans) == 1 else "[\n" + ",\n".join(plans) + "\n]"
+    texts = list(plans)
+    text = texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]"
     try:
         out.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {out}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"{flag} {out}: cannot be written ({error.strerror})") from error

@@ -84,7 +84,7 @@ def test_static_takes_the_smallest_divisor_that_holds_the_longest():
     assert set((result.ring_start % 2).tolist()) == {0}
     assert set(plan_of(plan_static_smallest, [129], 8).ring_size.tolist()) == {4}
     assert set(plan_of(plan_static_smallest, [64, 2], 8, longest=8 * 64).ring_size.tolist()) == {8}
-    assert set(plan_static(np.array([3]), 6, 64, 2).ring_size.tolist()) == {6}
+    assert set(plan_static(np.array([3]), 6, 64, 2, cost=COST).ring_size.tolist()) == {6}
     with pytest.raises(PlanError, match="6 ranks"):
         plan_of(plan_static_smallest, [10], 6, longest=6 * 64 + 1)
 

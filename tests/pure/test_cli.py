@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from megatron_hdp import cli
+from megatron_hdp.cost import CostModel, load_profile
 from megatron_hdp.data.corpus import TokenBudget, open_corpus
 from megatron_hdp.data.indexed import write_indexed
 from megatron_hdp.mixes import draw, parse_mix
-from megatron_hdp.plan_report import PlanOptions, plan_step
+from megatron_hdp.plan_json import to_pieces_json
+from megatron_hdp.plan_step import PlanOptions, plan_step, planner_of
 from megatron_hdp.planner import check, plan, summarize
+from megatron_hdp.planner.baselines import BASELINES, packed_rank_ends, plan_static_smallest
+from megatron_hdp.planner.entry import default_cost
 from megatron_hdp.types import Plan
 
 BYTED = "--ranks 8 --tokens-per-rank 8K --context 32K --batch-tokens 512K --lengths byted".split()
@@ -63,28 +67,59 @@ def test_lengths_of_a_named_field(capsys, tmp_path):
     assert "2 documents, 100 tokens" in out
 
 
-@pytest.mark.parametrize("flags", [[], ["--algorithm", "static"], "--stages 2 --virtual-stages 2".split()])
-def test_plan_of_one_step(capsys, tmp_path, flags):
-    out_file = tmp_path / "plan.json"
-    code, out, err = run(capsys, "plan", *BYTED, *flags, "--json", out_file)
+def cost_of(layers=32, **settings):
+    return CostModel(load_profile(settings.pop("profile", "bytescale")), layers, **settings)
+
+
+BATCH = draw(parse_mix("byted"), 512 << 10, 32 << 10, (1234, 0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "algorithm", "cost", "options"),
+    [
+        ("", "hdp", {}, {}),
+        ("--algorithm static", "static", {}, {}),
+        ("--offload", "hdp", {}, {"offload": True}),
+        ("--algorithm naive --offload", "naive", {}, {"offload": True}),
+        ("--algorithm pow2 --profile h100", "pow2", {"profile": "h100"}, {}),
+        ("--stages 2 --virtual-stages 2", "hdp", {"layers": 16}, {"stages": 2, "virtual_stages": 2, "balance": "pp"}),
+        ("--stages 2 --algorithm bytescale", "bytescale-pp", {"layers": 16}, {"stages": 2, "balance": "pp"}),
+        ("--algorithm bytescale --layers-per-stage 7", "bytescale", {"layers": 7}, {}),
+        ("--expert-group 4", "hdp", {}, {"expert_group": 4, "balance": "pp"}),
+        ("--pad-multiple 8 --recompute full", "hdp", {"recompute": "full", "pad_multiple": 8}, {"pad_multiple": 8}),
+        ("--window 4096 --layer figure-6a", "hdp", {"window": 4096, "layer": "figure-6a"}, {}),
+        ("--profile FILE", "hdp", {"profile": "h100"}, {}),
+    ],
+)
+def test_plan_of_one_step(capsys, tmp_path, flags, algorithm, cost, options):
+    out_file, pieces_file, profile = tmp_path / "plan.json", tmp_path / "pieces.json", tmp_path / "profile.json"
+    load_profile("h100").save(profile)
+    words = [str(profile) if word == "FILE" else word for word in flags.split()]
+    code, out, err = run(capsys, "plan", *BYTED, *words, "--json", out_file, "--json-pieces", pieces_file)
     assert (code, err) == (0, "")
-    settings = {name[2:].replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2])}
-    stages = {name: int(value) for name, value in settings.items() if "stages" in name}
-    others = {"balance": "pp"} if stages else settings
-    lengths = draw(parse_mix("byted"), 512 << 10, 32 << 10, (1234, 0))
-    expected = plan(lengths, 8, 8192, **others, **stages)
+    model = cost_of(**cost)
+    expected = plan(BATCH, 8, 8192, algorithm=algorithm, cost=model, **options)
     written = Plan.from_json(out_file.read_text())
     assert written == expected
     assert out_file.read_text() == expected.to_json() + "\n"
+    assert pieces_file.read_text() == to_pieces_json(expected) + "\n"
+    stages = {name: value for name, value in options.items() if "stages" in name}
     check(written, **stages)
-    summary = summarize(expected)
+    assert_printed(out, expected, summarize(expected, model, **stages))
+    assert ("a pack's keys in one slice" in out) == (algorithm == "static")
+
+
+def assert_printed(out, expected, summary):
     assert printed(out, "sequences") == [summary.sequences]
     assert printed(out, "tokens") == [512 << 10]
     assert printed(out, "padding, % of tokens held") == [pytest.approx(100 * summary.padding_fraction, abs=5e-5)]
     assert printed(out, "micro-batches, rank with fewest") == [summary.microbatches_min]
     assert printed(out, "micro-batches, rank with most") == [summary.microbatches_max]
     assert printed(out, "imbalance: busiest rank / mean work") == [pytest.approx(summary.imbalance, abs=5e-5)]
-    assert printed(out, "span / mean work") == [pytest.approx(summary.span_over_mean, abs=5e-5)]
+    assert printed(out, "span, s") == [pytest.approx(summary.span_seconds, abs=5.1e-5)]
+    assert printed(out, "bound: no plan is faster, s") == [pytest.approx(summary.bound_seconds, abs=5.1e-5)]
+    assert printed(out, "efficiency: bound / span, %") == [pytest.approx(100 * summary.efficiency, abs=5.1e-3)]
+    assert f"{summary.binding} {summary.bound_seconds:.4f}" in out
     assert printed(out, "peers of a rank, most") == [summary.peers_max]
     assert printed(out, "plan time, ms")[0] > 0
     assert f"digest {expected.digest().hex()}" in out
@@ -94,6 +129,45 @@ def test_plan_of_one_step(capsys, tmp_path, flags):
         dull[int(high or low)] = int(count.replace(",", ""))
     tops = {top: sum(1 for size in expected.ring_size if top // 2 < size <= top) for top in (1, 2, 4, 8)}
     assert dull == {top: count for top, count in tops.items() if count}
+
+
+def test_a_static_mesh_holds_the_context_not_only_this_batch(capsys, tmp_path):
+    """A run's mesh is fixed before its first batch is seen."""
+    out_file = tmp_path / "plan.json"
+    flags = "--ranks 8 --tokens-per-rank 8K --context 64K --batch-tokens 64K --algorithm static-smallest".split()
+    code, out, err = run(capsys, "plan", "--lengths", "lognormal:128,64K,1K,0.5", *flags, "--json", out_file)
+    assert (code, err) == (0, "")
+    result = Plan.from_json(out_file.read_text())
+    assert result.lengths.max() < 8192
+    assert set(result.ring_size.tolist()) == {8}
+    assert result == plan_static_smallest(result.lengths, 8, 8192, 2, cost=cost_of(), longest=64 << 10)
+    together = packed_rank_ends(result, cost_of()).max() / 1e12
+    assert printed(out, "span, a pack's keys in one slice, s") == [pytest.approx(together, abs=5.1e-5)]
+
+
+def test_comparison_has_a_row_for_every_algorithm(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)  # importing it takes seconds; tests/megatron runs its scheduler
+    code, out, err = run(capsys, "plan", *BYTED, "--compare", "--steps", 3)
+    assert (code, err) == (0, "")
+    batches = [draw(parse_mix("byted"), 512 << 10, 32 << 10, (1234, step)) for step in range(3)]
+    spans = {}
+    for name in ("hdp", *(name for name in BASELINES if name != "bytescale-pp")):
+        options = PlanOptions(num_ranks=8, tokens_per_rank=8192, cost=cost_of(), algorithm=name, longest=32 << 10)
+        summaries = [summarize(planner_of(options)(batch)) for batch in batches]
+        spans[name] = sorted(summary.span_seconds for summary in summaries)[1]
+        span, ratio, efficiency, *_ = printed(out, f"{name} ")
+        assert span == pytest.approx(spans[name], abs=5.1e-5)
+        assert ratio == pytest.approx(spans[name] / spans["hdp"], abs=5.1e-4)
+        assert efficiency == pytest.approx(100 * sorted(s.efficiency for s in summaries)[1], abs=5.1e-3)
+    assert re.search(r"^megatron +(\d|cannot: )", out, re.M)
+    assert out.count("a pack in one slice") >= 2
+
+
+def test_comparison_says_why_an_algorithm_cannot(capsys):
+    code, out, err = run(capsys, "plan", *BYTED, "--compare", "--stages", 2)
+    assert (code, err) == (0, "")
+    assert re.search("^megatron +cannot: (.*without pipeline stages|no BalancedCPScheduler)", out, re.M)
+    assert printed(out, "bytescale ")[0] > 0
 
 
 def test_plans_of_several_steps(capsys, tmp_path):
@@ -106,8 +180,13 @@ def test_plans_of_several_steps(capsys, tmp_path):
     assert out_file.read_text().splitlines()[1].rstrip(",") == plans[0].to_json()
     low, median, high = sorted(p.num_sequences for p in plans)
     assert printed(out, "sequences") == [low, median, high]
-    imbalances = sorted(summarize(p).imbalance for p in plans)
+    summaries = [summarize(p) for p in plans]
+    imbalances = sorted(summary.imbalance for summary in summaries)
     assert printed(out, "imbalance: busiest rank / mean work") == pytest.approx(imbalances, abs=5e-5)
+    spans = sorted(summary.span_seconds for summary in summaries)
+    assert printed(out, "span, s") == pytest.approx(spans, abs=5.1e-5)
+    binding = [summary.binding for summary in summaries]
+    assert all(f"in {binding.count(name)}" in out for name in binding)
     again = run(capsys, "plan", *BYTED, "--steps", 3, "--seed", 5)[1]
     digest = re.search(r"digest of all 3 digests ([0-9a-f]{64})", out)[1]
     assert digest in again
@@ -116,7 +195,7 @@ def test_plans_of_several_steps(capsys, tmp_path):
 
 def test_hops_equal_a_dull_walk_over_pieces():
     lengths = np.array([30000, 5, 8193, 100, 20000])
-    step = plan_step(lengths, PlanOptions(4, 8192, "hdp", "dp", 1, 1))
+    step = plan_step(lengths, PlanOptions(num_ranks=4, tokens_per_rank=8192, cost=default_cost()))
     planned = plan(lengths, 4, 8192)
     hops = sum(
         piece.real_tokens * (piece.ring.size - 1)
@@ -170,7 +249,22 @@ def changed(**flags):
         (["plan", *changed(algorithm="magic")], "--algorithm is 'magic': choose one of hdp, static"),
         (["plan", *changed(balance="none")], "--balance is 'none': choose one of dp, pp"),
         (["plan", *changed(balance="dp", stages="2")], "--balance dp with 2 pipeline stages"),
-        (["plan", *changed(virtual_stages="2")], "virtual_stages is 2 with one pipeline stage"),
+        (["plan", *changed(virtual_stages="2")], "--virtual-stages is 2 with one pipeline stage"),
+        (["plan", *changed(stages="0")], "--stages is 0"),
+        (["plan", *changed(stages="2", virtual_stages="0")], "--stages is 2 and --virtual-stages 0"),
+        (["plan", *changed(expert_group="3")], "expert groups of 3 .* pool of 8: use a divisor as --expert-group"),
+        (["plan", *changed(expert_group="2", balance="dp")], "--balance dp with expert groups of 2"),
+        (["plan", *changed(layers_per_stage="0")], "--layers-per-stage is 0"),
+        (["plan", *changed(profile="tpu")], "--profile 'tpu' is neither a shipped one .bytescale, h100."),
+        (["plan", *changed(layer="gpt")], "gpt.*llama-7b"),
+        (["plan", *changed(window="0")], "--window is 0"),
+        (["plan", *changed(pad_multiple="3")], "--pad-multiple is 3"),
+        (["plan", *changed(pad_multiple="6")], "--tokens-per-rank is 8192.* 8190 or 8196"),
+        (["plan", *changed(algorithm="bytescale-pp")], "--algorithm is 'bytescale-pp'"),
+        (["plan", *changed(megatron_checkout="/")], "--megatron-checkout does nothing with --algorithm hdp"),
+        (["plan", *changed(json="plan.json"), "--compare"], "--json with --compare: whose plan"),
+        (["plan", *changed(json_pieces="no/such/folder/out.json")], "--json-pieces .*no folder no/such/folder"),
+        (["plan", *changed(ranks="3"), "--compare"], "--ranks to at least 4"),
         (["plan", *changed(lengths="nothing")], "nothing: no such file"),
         (["plan", *changed(json="no/such/folder/out.json")], "no folder no/such/folder"),
     ],
@@ -193,9 +287,10 @@ def test_a_step_that_could_be_empty_names_this_commands_flag(capsys, corpus):
 
 
 def test_output_that_cannot_be_written(capsys, tmp_path):
-    code, _, err = run(capsys, "plan", *BYTED, "--json", tmp_path)
-    assert code == 2
-    assert f"--json {tmp_path}: cannot be written" in err
+    for flag in ("--json", "--json-pieces"):
+        code, _, err = run(capsys, "plan", *BYTED, flag, tmp_path)
+        assert code == 2
+        assert f"{flag} {tmp_path}: cannot be written" in err
 
 
 @pytest.mark.parametrize(
@@ -216,7 +311,7 @@ def test_help_states_the_units(capsys, command):
     assert "1024, 1024^2 and 1024^3" in words
     if command == "plan":
         assert "measured on this machine" in words
-        assert "not yet in seconds" in words
+        assert "no plan of the same batch can be faster than the bound" in words
 
 
 BLOCKED = """
@@ -246,6 +341,11 @@ def test_in_a_process_without_torch_and_megatron(capsys, corpus):
         return [line for line in text.splitlines() if not line.startswith("plan time")]
 
     assert timeless(alone.stdout) == timeless(here)
+    rival = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *flags, "--algorithm", "megatron"], capture_output=True, text=True, timeout=60
+    )
+    assert rival.returncode == 2
+    assert re.search("no BalancedCPScheduler to compare with .*install megatron-core", rival.stderr)
     bad = subprocess.run(
         [sys.executable, "-c", BLOCKED, "lengths", "gone.csv"], capture_output=True, text=True, timeout=60
     )

@@ -19,7 +19,7 @@ sys.meta_path.insert(0, Blocked())
 """
 
 TORCH_FREE = ["types", "errors", "config", "liveness", "cli", "doctor", "planner", "data"]
-TORCH_FREE += ["cost", "lengths", "mixes", "plan_report"]
+TORCH_FREE += ["cost", "lengths", "mixes", "plan_report", "plan_step", "plan_command", "plan_flags", "plan_json", "length_source"]
 
 
 def modules_of(name):
