@@ -18,6 +18,7 @@ _PARTS = {
     "longest": "the longest sequence alone",
     "pipeline": "filling and draining the pipeline",
     "crowded": "rings too wide to run side by side",
+    "window": "what runs while the longest sequence does",
 }
 
 

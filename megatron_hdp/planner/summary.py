@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from megatron_hdp.types import IntArray, Plan
 
 PICOSECOND = 1e-12
 """In seconds."""
-BoundPart = Literal["work", "longest", "pipeline", "crowded"]
-BOUND_PARTS: tuple[BoundPart, ...] = ("work", "longest", "pipeline", "crowded")
+BOUND_PARTS = tuple(field.name for field in dataclasses.fields(Bound) if field.name != "picoseconds")
 """Parts of `megatron_hdp.planner.bound.Bound`; where two are equal, the first is named."""
 
 
@@ -41,7 +39,7 @@ class PlanSummary:
     """Until the last rank is done, waiting in rings and pipelines counted."""
     bound_seconds: float
     """No plan of this batch can have a shorter span."""
-    bound_parts: dict[BoundPart, float]
+    bound_parts: dict[str, float]
     """Seconds that each argument for the bound gives; the largest is the bound."""
     peers_max: int
     tokens_per_rank_max: int
@@ -54,7 +52,7 @@ class PlanSummary:
         return self.bound_seconds / self.span_seconds
 
     @property
-    def binding(self) -> BoundPart:
+    def binding(self) -> str:
         """The part that is the bound."""
         return max(self.bound_parts, key=self.bound_parts.__getitem__)
 
