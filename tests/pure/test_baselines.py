@@ -19,9 +19,9 @@ from megatron_hdp.planner.baselines import (
     plan_static,
     plan_static_smallest,
 )
-from megatron_hdp.planner.units import soonest
 from megatron_hdp.planner.check import check
 from megatron_hdp.planner.span import microbatch_picoseconds, rank_ends
+from megatron_hdp.planner.units import soonest
 
 COST = CostModel(load_profile("bytescale"), layers_per_stage=32)
 

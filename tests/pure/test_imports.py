@@ -19,7 +19,8 @@ sys.meta_path.insert(0, Blocked())
 """
 
 TORCH_FREE = ["types", "errors", "config", "liveness", "cli", "doctor", "planner", "data"]
-TORCH_FREE += ["cost", "lengths", "mixes", "plan_report", "plan_step", "plan_command", "plan_flags", "plan_json", "length_source"]
+TORCH_FREE += ["cost", "lengths", "length_source", "mixes", "plan_command", "plan_flags", "plan_json"]
+TORCH_FREE += ["plan_report", "plan_step"]
 
 
 def modules_of(name):
