@@ -9,13 +9,14 @@ Needs numpy only; Megatron's scheduler is timed where megatron-core is installed
 import argparse
 import datetime
 import functools
+import itertools
 import importlib.metadata
 import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ CAPACITY = 8192
 LONGEST = 2 << 20
 LAYERS = 32
 RIVALS = ("naive", "bytescale", "pow2", "static-smallest")
+PIPELINES = ((4, 1), (8, 1), (4, 2), (8, 2))
+PIPELINE_RIVALS = ("bytescale", "pow2")
 
 
 @dataclass(frozen=True)
@@ -116,33 +119,48 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 # Quality
 
 
+class Score:
+    """How often ours was the longer span, and how close a rival came."""
+
+    def __init__(self) -> None:
+        self.compared, self.behind, self.nearest = 0, 0, math.inf
+
+    def add(self, ours: list[PlannedStep], theirs: list[PlannedStep]) -> None:
+        for mine, other in zip(ours, theirs, strict=True):
+            best = min(other.summary.span_seconds, other.one_slice_seconds or math.inf)
+            ratio = best / mine.summary.span_seconds
+            self.compared, self.behind = self.compared + 1, self.behind + (ratio < 1)
+            self.nearest = min(self.nearest, ratio)
+
+    def show(self) -> None:
+        print(f"\nhdp has the longer span in {self.behind} of {self.compared} comparisons; ", end="")
+        print(f"least rival span / own: {self.nearest:.4f}")
+
+
 def quality(data: list[Data], pools: list[int], tokens: int, batches: int) -> None:
-    print(
-        f"\n### Efficiency (bound / span, %), {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches\n"
-    )
-    behind, ahead, compared = 0, math.inf, 0
-    rows = []
-    for one in data:
-        for pool in pools:
-            ours, others, together = quality_of(one, pool, tokens, batches)
-            row = [one.name, f"{pool:,}", efficiency(ours), *(efficiency(others[name]) for name in RIVALS)]
-            seconds = [step.summary.bound_seconds / (step.one_slice_seconds or 1) * 100 for step in together]
-            longest = max(max(step.summary.ring_sizes) for step in ours)
-            padding = max(step.summary.padding_fraction for step in ours)
-            rows.append([*row, spread(seconds, min), f"{longest}", f"{100 * padding:.3f}"])
+    title = f"Efficiency (bound / span, %), {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches"
+    print(f"\n### {title}\n")
+    score = Score()
+
+    def rows() -> Iterator[list[str]]:
+        for one, pool in itertools.product(data, pools):
+            ours, others = quality_of(one, pool, tokens, batches)
             for steps in others.values():
-                for mine, theirs in zip(ours, steps, strict=True):
-                    best = min(theirs.summary.span_seconds, theirs.one_slice_seconds or math.inf)
-                    ratio = best / mine.summary.span_seconds
-                    compared, behind, ahead = compared + 1, behind + (ratio < 1), min(ahead, ratio)
+                score.add(ours, steps)
+            together = (100 * s.summary.bound_seconds / (s.one_slice_seconds or 1) for s in others["static-smallest"])
+            widest = max(max(step.summary.ring_sizes) for step in ours)
+            padding = 100 * max(step.summary.padding_fraction for step in ours)
+            row = [one.name, f"{pool:,}", efficiency(ours), *(efficiency(others[name]) for name in RIVALS)]
+            yield [*row, spread(together, min), f"{widest}", f"{padding:.3f}"]
+
     titles = ["data", "ranks", "hdp", *RIVALS, "the same, a pack in one slice", "widest ring of hdp"]
-    table([*titles, "padding of hdp, % (worst)"], rows)
-    print(f"\nhdp has the longer span in {behind} of {compared} comparisons; least rival span / own: {ahead:.4f}")
+    table([*titles, "padding of hdp, % (worst)"], rows())
+    score.show()
 
 
 def quality_of(
     data: Data, pool: int, tokens: int, batches: int
-) -> tuple[list[PlannedStep], dict[str, list[PlannedStep]], list[PlannedStep]]:
+) -> tuple[list[PlannedStep], dict[str, list[PlannedStep]]]:
     ours: list[PlannedStep] = []
     others: dict[str, list[PlannedStep]] = {name: [] for name in RIVALS}
     for step in range(batches):
@@ -150,7 +168,7 @@ def quality_of(
         ours.append(plan_step(lengths, options_of(data, pool, "hdp")))
         for name in RIVALS:
             others[name].append(plan_step(lengths, options_of(data, pool, name)))
-    return ours, others, others["static-smallest"]
+    return ours, others
 
 
 def efficiency(steps: list[PlannedStep]) -> str:
@@ -162,26 +180,24 @@ def efficiency(steps: list[PlannedStep]) -> str:
 
 def pipelines(data: list[Data], pools: list[int], tokens: int, batches: int) -> None:
     print(f"\n### Pipelines: span / bound, {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches\n")
-    rows = []
-    for one in data:
-        for stages, virtual in ((4, 1), (8, 1), (4, 2), (8, 2)):
-            for pool in pools:
-                lengths = [one.batch(tokens, one.context(pool), step) for step in range(batches)]
-                mine = [plan_step(batch, options_of(one, pool, "hdp", stages, virtual)) for batch in lengths]
-                theirs = [plan_step(batch, options_of(one, pool, "bytescale", stages, virtual)) for batch in lengths]
-                fewest = min(step.summary.microbatches_min for step in mine) / stages
-                spans = [[1 / step.summary.efficiency for step in steps] for steps in (mine, theirs)]
-                milliseconds = statistics.median(1e3 * step.seconds for step in mine)
-                row = [
-                    one.name,
-                    f"{stages} x {virtual}",
-                    f"{pool}",
-                    f"{fewest:.1f}",
-                    *(spread(s, max, 3) for s in spans),
-                ]
-                rows.append([*row, f"{milliseconds:.0f}"])
-    titles = ["data", "stages x parts", "ranks", "fewest micro-batches / stages", "hdp", "bytescale-pp"]
-    table([*titles, "median plan time of hdp, ms"], rows)
+    score = Score()
+
+    def rows() -> Iterator[list[str]]:
+        for one, (stages, virtual), pool in itertools.product(data, PIPELINES, pools):
+            lengths = [one.batch(tokens, one.context(pool), step) for step in range(batches)]
+            spans, steps = [], []
+            for name in ("hdp", *PIPELINE_RIVALS):
+                steps.append([plan_step(batch, options_of(one, pool, name, stages, virtual)) for batch in lengths])
+                spans.append(spread((1 / step.summary.efficiency for step in steps[-1]), max, 3))
+                if name != "hdp":
+                    score.add(steps[0], steps[-1])
+            fewest = min(step.summary.microbatches_min for step in steps[0]) / stages
+            milliseconds = statistics.median(1e3 * step.seconds for step in steps[0])
+            yield [one.name, f"{stages} x {virtual}", f"{pool}", f"{fewest:.1f}", *spans, f"{milliseconds:.0f}"]
+
+    titles = ["data", "stages x parts", "ranks", "fewest micro-batches / stages", "hdp", *PIPELINE_RIVALS]
+    table([*titles, "median plan time of hdp, ms"], rows())
+    score.show()
 
 
 # Speed
