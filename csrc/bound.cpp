@@ -12,11 +12,11 @@
 #include <utility>
 
 #include "arrays.hpp"
+#include "bound_times.hpp"
+#include "bound_window.hpp"
 
 namespace hdp {
 namespace {
-
-__extension__ using Wide = __int128; // sums of rank-time and cost times length squared leave int64
 
 constexpr std::int64_t offload_one = std::int64_t{1} << 20;
 constexpr std::int64_t most_side_by_side = 8;
@@ -31,27 +31,18 @@ struct Known { // an item and what follows from it alone
     Wide work;
 };
 
-class Search {
+class Search : RingTimes {
   public:
     Search(const Cost &given, std::int64_t ranks, std::int64_t capacity, std::int64_t stages, std::int64_t parts)
-        : cost_(given), ranks_(ranks), capacity_(capacity), stages_(stages), parts_(stages > 1 ? parts : 1),
-          trim_(2 * (parts_ - 1)), constant_(std::max<std::int64_t>(given.microbatch_picoseconds() - trim_, 0)),
-          passes_(given.recompute ? 3 : 2),
-          per_sequence_((given.sequence[0] >> given.fraction_bits) * (passes_ - 1) +
-                        (given.sequence[1] >> given.fraction_bits)) {
-        // A ring that fits a node may lie in one, or not: it is charged the better of both kinds of links.
-        if (ranks_ > cost_.ranks_per_node) {
-            for (std::int64_t *pair : {cost_.latency, cost_.kv_time, cost_.both_time, cost_.gradient_time}) {
-                pair[0] = std::min(pair[0], pair[1]);
-            }
-        }
-    }
+        : RingTimes(given, ranks, stages > 1 ? parts : 1), cost_(cost()), ranks_(ranks), capacity_(capacity),
+          stages_(stages), parts_(RingTimes::parts()), trim_(trim()),
+          constant_(std::max<std::int64_t>(given.microbatch_picoseconds() - trim_, 0)) {}
 
     Bound operator()(const std::vector<BoundItem> &items) {
         Bound bound;
         prepare(items);
-        const Wide microbatches = std::max(ceil_div(ahead_[0].second, capacity_), ranks_ * (parts_ > 1 ? stages_ : 1));
-        bound.work = ceil_div(ahead_[0].first + microbatches * constant_, ranks_) + empty_ramp();
+        const std::int64_t microbatches = std::max(ceil_div(ahead_[0].second, capacity_), ranks_ * (parts_ > 1 ? stages_ : 1));
+        bound.work = ceil_div(ahead_[0].first + Wide{microbatches} * constant_, ranks_) + empty_ramp();
         for (std::size_t i = known_.size(); i-- > 0 && i + longest_tried >= known_.size();) {
             const std::int64_t piece = least(known_[i].length, known_[i].ring, ranks_, Phase::total);
             bound.longest = std::max(bound.longest, stages_ * (piece + constant_ - trim_));
@@ -62,7 +53,11 @@ class Search {
                 return ceil_div(ahead_[i].first + std::max<Wide>(held, ranks_) * constant_, ranks_);
             }, [&](std::size_t i) { return ramp(known_[i], 1); });
         }
-        bound.picoseconds = std::max({bound.work, bound.longest, bound.pipeline});
+        if (stages_ > 1 && !known_.empty()) {
+            const Known &last = known_.back();
+            bound.window = Window(*this, kinds_, stages_, capacity_)(last.length, last.ring, microbatches, constant_);
+        }
+        bound.picoseconds = std::max({bound.work, bound.longest, bound.pipeline, bound.window});
         for (std::int64_t side = 1; side <= most_side_by_side; ++side) {
             const std::int64_t ring = ranks_ / (side + 1) + 1;
             if (ranks_ / ring == side && ring > 1) {
@@ -80,6 +75,7 @@ class Search {
             most = std::max(most, item.offload);
         }
         known_.reserve(items.size());
+        kinds_.reserve(stages_ > 1 ? items.size() : 0);
         ahead_.assign(items.size() + 1, {0, 0});
         const std::int64_t freest = largest_piece(most);
         std::int64_t last_offload = most, piece = freest; // kept from item to item: divisions cost more than the rest
@@ -95,7 +91,13 @@ class Search {
                                             std::to_string(ring) + " ranks of " + std::to_string(ranks_));
             }
             const std::int64_t freest_ring = units <= freest ? 1 : (units + freest - 1) / freest;
-            known_.push_back({item.length, item.count, ring, freest_ring, work(item.length, ring)});
+            const RankTime time = rank_time(item.length, ring);
+            known_.push_back({item.length, item.count, ring, freest_ring, time.total});
+            if (stages_ > 1) {
+                const std::int64_t kept = static_cast<std::int64_t>(
+                    Wide{item.length} * (offload_one - item.offload) / offload_one);
+                kinds_.push_back({item.count, kept, {time.total, time.total - time.forward, time.total - time.backward}});
+            }
         }
         for (std::size_t i = items.size(); i-- > 0;) {
             const Wide held = (Wide{items[i].length} * (offload_one - items[i].offload) + offload_one - 1) / offload_one;
@@ -116,78 +118,9 @@ class Search {
         return units;
     }
 
-    int tier(std::int64_t ring) const { return ring > cost_.ranks_per_node ? across_nodes : inside_node; }
-
     std::int64_t empty_ramp() const {
         return (stages_ - 1) * (cost_.microbatch_picoseconds(Phase::forward) / parts_ +
                                 cost_.microbatch_picoseconds(Phase::backward) / parts_);
-    }
-
-    // Rank-time.
-
-    std::int64_t lost(std::int64_t ring) const { return passes_ * (2 * ring + 4) + trim_; }
-
-    Wide work(std::int64_t length, std::int64_t ring) const {
-        const std::int64_t piece = cost_.picoseconds(length, ring, tier(ring));
-        const Wide at_once = Wide{ring} * (piece - trim_);
-        if (ring == ranks_) {
-            return std::max<Wide>(at_once, 0);
-        }
-        const std::int64_t next = ring + 1;
-        const Wide ideal = ring == 1 ? Wide{piece} + per_sequence_ : unpadded(length, next) >> cost_.fraction_bits;
-        const Wide slack = std::min(-Wide{next} * lost(next),
-                                    Wide{per_sequence_} * (ranks_ - next) - Wide{ranks_} * lost(ranks_));
-        return std::max<Wide>(std::min(at_once, ideal + slack), 0);
-    }
-
-    // Rank-time of a ring of at least 2 whose pieces are exactly length / ring, in 2^-fraction_bits picoseconds.
-    Wide unpadded(std::int64_t length, std::int64_t ring) const {
-        const Wide s = length, d = ring;
-        const int links = tier(ring);
-        const Wide wait = cost_.latency[links], kv = cost_.kv_time[links], both = cost_.both_time[links],
-                   gradient = cost_.gradient_time[links];
-        const auto pass = [&](int direction) {
-            const Wide area = Wide{cost_.whole_area(length)} * cost_.attention[direction];
-            const Wide rest = cost_.linear[direction] * s + cost_.sequence[direction] * d;
-            const Wide home = direction == 0 ? 0 : wait * d + gradient * s;
-            if (cost_.window != 0) {
-                const Wide moved = direction == 0
-                                       ? (d - 1) * (wait * d + kv * s)
-                                       : wait * d * d + kv * s + (d - 2) * both * s + gradient * s;
-                return std::max(area, moved) + home + rest;
-            }
-            const auto excess = [&](Wide per_token) {
-                return std::max<Wide>(wait * d * d + per_token * s * d - area, 0);
-            };
-            const Wide waits = direction == 0 ? (d - 1) * excess(kv)
-                                              : excess(kv) + (d - 2) * excess(both) + excess(gradient);
-            return area + (waits == 0 ? 0 : waits / d) + home + rest; // rings that hide wait for nothing
-        };
-        return (passes_ - 1) * pass(0) + pass(1);
-    }
-
-    // Least time of one rank's piece on rings of low .. high ranks.
-
-    // At most the time of a piece on any ring of steps .. shares ranks. The time itself where steps == shares, but for
-    // windows: for them it leaves out that ranks are busy unequally, which makes it rise with the length.
-    std::int64_t at_most(std::int64_t length, std::int64_t shares, std::int64_t steps, Phase phase) const {
-        if (cost_.window == 0 || shares == 1) {
-            return cost_.tokens_picoseconds(cost_.piece_tokens(length, shares), steps, tier(steps), phase);
-        }
-        const auto pass = [&](int direction) {
-            const int links = tier(steps);
-            const std::int64_t tokens = length / shares, wait = cost_.latency[links] >> cost_.fraction_bits;
-            const auto transfer = [&](std::int64_t per_token) { return wait + cost_.scaled(tokens, per_token); };
-            const std::int64_t kv = transfer(cost_.kv_time[links]);
-            const std::int64_t gradient = direction == 0 ? 0 : transfer(cost_.gradient_time[links]);
-            const std::int64_t moved = direction == 0 ? (steps - 1) * kv
-                                                      : kv + (steps - 2) * transfer(cost_.both_time[links]) + gradient;
-            const std::int64_t compute = cost_.scaled(cost_.whole_area(length) / shares, cost_.attention[direction]);
-            return std::max(compute - shares, moved) + gradient + cost_.scaled(tokens, cost_.linear[direction]) +
-                   (cost_.sequence[direction] >> cost_.fraction_bits);
-        };
-        const std::int64_t forward = pass(0), again = cost_.recompute ? forward : 0;
-        return phase == Phase::forward ? forward : pass(1) + again + (phase == Phase::total ? forward : 0);
     }
 
     std::int64_t least(std::int64_t length, std::int64_t low, std::int64_t high, Phase phase) const {
@@ -293,11 +226,10 @@ class Search {
         return best;
     }
 
-    Cost cost_;
-    std::int64_t ranks_, capacity_, stages_, parts_;
-    std::int64_t trim_; // what rounding a stage's time down to parts can take from a micro-batch
-    std::int64_t constant_, passes_, per_sequence_;
+    const Cost cost_; // links as RingTimes takes them
+    std::int64_t ranks_, capacity_, stages_, parts_, trim_, constant_;
     std::vector<Known> known_;
+    std::vector<WindowKind> kinds_; // for pipelines
     std::vector<std::pair<Wide, Wide>> ahead_; // work and held tokens of this item and the longer ones
 };
 
@@ -373,7 +305,7 @@ Int64Array lower_bound(Int64View arguments, Int64View lengths, Int64View offload
         bound = hdp::lower_bound(items_of(lengths, offload, cost.pad_multiple), num_ranks, capacity, cost, stages,
                                  virtual_stages);
     }
-    return to_numpy({bound.picoseconds, bound.work, bound.longest, bound.pipeline, bound.crowded});
+    return to_numpy({bound.picoseconds, bound.work, bound.longest, bound.pipeline, bound.crowded, bound.window});
 }
 
 } // namespace

@@ -16,6 +16,7 @@ struct Bound {
     std::int64_t longest = 0;
     std::int64_t pipeline = 0;
     std::int64_t crowded = 0;
+    std::int64_t window = 0;
 };
 
 // One kind of sequence: they differ in nothing that a bound can see.

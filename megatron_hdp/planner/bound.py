@@ -1,34 +1,20 @@
 """A span below which no plan can be, so that a plan can say how far from the best it is at most. C++, else Python.
 
-Every part is proved for the evaluator of `planner.span` and any plan that `planner.check` lets pass. What is used of
-the cost model, per pass over a stage, with A = a s^2 the attention of the whole sequence, X(b) = latency + b s / d a
-transfer, and pieces of t >= s / d tokens (s rounded up to the padding: d t is a multiple of it and at least s):
-
-    d x time(d) >= A + linear s + constant d + waits(d)
-    waits(d) = (1 - 1/d) (d^2 X(kv) - A)^+                                      forward
-    waits(d) = ((d^2 X(kv) - A)^+ + (d - 2) (d^2 X(both) - A)^+ + (d^2 X(grad) - A)^+) / d + d X(grad)   backward, d > 1
-
-because a step computes A / d^2 on each rank and max(x, y) = x + (y - x)^+. d^2 X(b) = latency d^2 + b s d rises with d,
-and so do 1 - 1/d, (d - 2)/d and latency d^2 / d; (b s d - A)/d rises too. So no term falls: *rank-time never falls when
-a ring is widened*, nor where it leaves its node, whose links are taken as the better of both kinds. With a window the
-steps are unequal and the busiest rank counts; then A is the area of the whole mask, which the d ranks must cover
-between them, waits(d) is at least what d ranks spend in all transfers less A, and both still never fall.
-
-Integers: each of at most 2 d + 4 terms of a pass is rounded down, so the integer time is less than that below the real
-one; `_lost` is what a ring can lose by it, and it is taken off whenever the real formula is used.
+Every part is proved for the evaluator of `planner.span` and any plan that `planner.check` lets pass; what is used of
+the cost model stands in `planner.bound_times`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.cost import CostModel, Phase, Tier
-from megatron_hdp.cost.area import own_area
+from megatron_hdp.cost import CostModel, Phase
 from megatron_hdp.cost.core import core_arguments
-from megatron_hdp.cost.fixed import FRACTION_BITS, scaled
 from megatron_hdp.errors import PlanError
+from megatron_hdp.planner.bound_times import RingTimes
+from megatron_hdp.planner.bound_window import Kinds, window
 from megatron_hdp.types import IntArray
 
 try:
@@ -57,6 +43,8 @@ class Bound:
     """Long sequences, and how long pipelines fill and drain for them: see `_Search.pipeline`. 0 for one stage."""
     crowded: int
     """Rings too wide to run side by side: see `_Search.crowded`. 0 where an estimate shows that it is not largest."""
+    window: int
+    """How little can overlap the longest sequence in a pipeline: see `planner.bound_window`. 0 for one stage."""
 
 
 def lower_bound(
@@ -143,22 +131,16 @@ def _smallest_rings(lengths: IntArray, shares: IntArray, capacity: int, pad: int
     return np.asarray(-(-needed // units), dtype=np.int64)
 
 
-class _Search:
+class _Search(RingTimes):
     """One batch, reduced to kinds of sequences that ascend by (length, offload)."""
 
     def __init__(
         self, lengths: IntArray, shares: IntArray, cost: CostModel, ranks: int, capacity: int, stages: int, parts: int
     ) -> None:
+        super().__init__(cost, ranks, parts if stages > 1 else 1)
+        self.capacity, self.stages = capacity, stages
         pad = cost.pad_multiple
-        self.cost = _with_best_links(cost, ranks)
-        self.ranks, self.capacity, self.stages = ranks, capacity, stages
-        self.parts = parts if stages > 1 else 1
-        self.trim = 2 * (self.parts - 1)
-        """A micro-batch's passes last parts x (cost // parts) each: at most this is rounded away in both together."""
         self.constant = max(cost.microbatch_picoseconds() - self.trim, 0)
-        self.passes = 3 if cost.recompute == "full" else 2
-        sequence = [c >> FRACTION_BITS for c in cost._stage.sequence]
-        self.per_sequence = sequence[0] * (self.passes - 1) + sequence[1]
         rows = np.stack([-(-lengths // pad) * pad, shares if shares.size else 0 * lengths], axis=1)
         kinds, first = np.unique(rows, axis=0, return_inverse=True) if rows.size else (rows, np.zeros(0, np.int64))
         self.counts = np.bincount(first.ravel(), minlength=len(kinds))
@@ -166,19 +148,20 @@ class _Search:
         self.rings = _smallest_rings(self.lengths, offload, capacity, pad)
         most = np.full_like(offload, offload.max(initial=0))
         self.freest = _smallest_rings(self.lengths, most, capacity, pad)
+        self.offload = offload
         held = [-(-int(n) * (OFFLOAD_ONE - int(o)) // OFFLOAD_ONE) for n, o in kinds]
-        work = [self.rank_time(int(n), int(d)) for n, d in zip(self.lengths, self.rings)]
-        self.held, self.ahead = _ahead(held, self.counts), _ahead(work, self.counts)
+        self.each = [self.rank_time(int(n), int(d)) for n, d in zip(self.lengths, self.rings)]
+        self.held, self.ahead = _ahead(held, self.counts), _ahead(self.each, self.counts)
 
     def bound(self) -> Bound:
         """All parts; crowding is looked at last, because it can be skipped where others are larger."""
-        work, longest, pipeline = self.work(), self.longest(), self.pipeline()
-        best, crowded = max(work, longest, pipeline), 0
+        work, longest, pipeline, windows = self.work(), self.longest(), self.pipeline(), self.window()
+        best, crowded = max(work, longest, pipeline, windows), 0
         for side in range(1, MOST_SIDE_BY_SIDE + 1):
             ring = self.ranks // (side + 1) + 1
             if self.ranks // ring == side and ring > 1:
                 crowded = max(crowded, self.crowded(ring, side, best))
-        return Bound(max(best, crowded), work, longest, pipeline, crowded)
+        return Bound(max(best, crowded), work, longest, pipeline, crowded, windows)
 
     # Parts
 
@@ -191,10 +174,13 @@ class _Search:
         last stage also waits for stages - 1 forward passes before its first, and stages - 1 backward passes follow its
         last; they cost a constant or more.
         """
-        least = self.ranks * (self.stages if self.parts > 1 else 1)
-        number = max(-(-self.held[0] // self.capacity), least)
         empty = sum(self.cost.microbatch_picoseconds(phase) // self.parts for phase in ("forward", "backward"))
-        return -(-(self.ahead[0] + number * self.constant) // self.ranks) + (self.stages - 1) * empty
+        return -(-(self.ahead[0] + self.microbatches() * self.constant) // self.ranks) + (self.stages - 1) * empty
+
+    def microbatches(self) -> int:
+        """Least number on all ranks together."""
+        least = self.ranks * (self.stages if self.parts > 1 else 1)
+        return max(-(-self.held[0] // self.capacity), least)
 
     def longest(self) -> int:
         """The longest sequences, each alone on its best ring.
@@ -226,6 +212,19 @@ class _Search:
 
         return self.threshold(self.lengths.size, value, lambda i: self.ramp(i, 1))
 
+    def window(self) -> int:
+        """See `planner.bound_window`."""
+        if self.stages == 1 or not self.lengths.size:
+            return 0
+        lengths, rings = self.lengths.tolist(), self.rings.tolist()
+        forward, backward = (
+            [self.rank_time(n, d, phase) for n, d in zip(lengths, rings)] for phase in ("forward", "backward")
+        )
+        kept = (self.lengths * (OFFLOAD_ONE - self.offload) // OFFLOAD_ONE).tolist()
+        kinds = Kinds(self.counts.tolist(), kept, self.each, forward, backward)
+        constants = (self.microbatches(), self.constant)
+        return window(self, kinds, lengths[-1], rings[-1], self.stages, self.capacity, constants)
+
     def crowded(self, ring: int, side: int, found: int) -> int:
         """Rings of at least ``ring`` ranks, of which ``side`` fit side by side; 0 if surely not above ``found``.
 
@@ -251,55 +250,6 @@ class _Search:
 
     # What they are made of
 
-    def rank_time(self, length: int, ring: int) -> int:
-        """Least rank-time of a sequence: exact on its smallest ring; for all wider ones at least that of the next.
-
-        See the module's text: unpadded rank-time never falls, and beyond the next ring each further rank adds at least
-        the constant per sequence. What rounding takes off is convex in the ring, so its worst is at one of the ends.
-        """
-        piece = int(self.exact(length, ring, "total"))
-        at_once = ring * (piece - self.trim)
-        if ring == self.ranks:
-            return max(at_once, 0)
-        following = ring + 1
-        ideal = piece + self.per_sequence if ring == 1 else int(self.unpadded(length, following) >> FRACTION_BITS)
-        slack = min(
-            -following * self.lost(following),
-            self.per_sequence * (self.ranks - following) - self.ranks * self.lost(self.ranks),
-        )
-        return max(min(at_once, ideal + slack), 0)
-
-    def lost(self, ring: int) -> int:
-        """At most this many picoseconds are rounded away from one rank's piece."""
-        return self.passes * (2 * ring + 4) + self.trim
-
-    def unpadded(self, length: int, d: int) -> int:
-        """Rank-time of a ring of d > 1 whose pieces are exactly length / d, in units of the coefficients."""
-        s, tier = self.cost._stage, self.tier(d)
-        wait, kv, both, gradient = (int(x[tier]) for x in (s.latency, s.kv_time, s.both_time, s.gradient_time))
-
-        def one_pass(direction: int) -> int:
-            area = int(own_area(length // 2, self.cost.window)) * s.attention[direction]
-            rest = s.linear[direction] * length + s.sequence[direction] * d
-            home = wait * d + gradient * length if direction else 0
-            moves = [(1, kv), (d - 2, both), (1, gradient)] if direction else [(d - 1, kv)]
-            transfers = [(number, wait * d * d + per_token * length * d) for number, per_token in moves]
-            if self.cost.window is not None:
-                moved = sum(number * time for number, time in transfers) // d
-                return max(area, moved) + home + rest
-            return area + sum(number * max(time - area, 0) for number, time in transfers) // d + home + rest
-
-        return (self.passes - 1) * one_pass(0) + one_pass(1)
-
-    def tier(self, ring: Any) -> Any:
-        """A ring that fits a node may lie in one."""
-        return np.where(np.asarray(ring) > self.cost.ranks_per_node, Tier.ACROSS_NODES, Tier.INSIDE_NODE).astype(int)
-
-    def exact(self, length: int, ring: int | IntArray, phase: Phase) -> Any:
-        """The cost model's time of one rank's piece, on the better links."""
-        length = min(length, self.cost.max_length)  # padding may lift it above; it is padded again
-        return self.cost.picoseconds(length, ring, self.tier(ring), phase)
-
     def least(self, i: int, low: int, high: int, phase: Phase) -> int:
         """Least time of one rank's piece of kind i on rings of low .. high ranks."""
         length, rings = int(self.lengths[i]), np.arange(low, high + 1, dtype=np.int64)
@@ -307,22 +257,6 @@ class _Search:
         if self.cost.window is None:
             return int(exact.min())
         return int(np.where(rings == 1, exact, self.evenly(length, rings, phase)).min())
-
-    def evenly(self, length: int, rings: IntArray, phase: Phase) -> IntArray:
-        """At most the time of one rank's piece if attention has a window: every rank as busy as the mean.
-
-        The d steps together compute the mask or more, each rounded down; transfers take their time at least. Unlike the
-        busiest rank's time this surely rises with the length.
-        """
-        s, tokens, tiers = self.cost._stage, length // rings, self.tier(rings)
-        total = np.zeros_like(rings)
-        for direction in self.cost._directions(phase):
-            kv, both, gradient = self.cost._transfers(tokens, tiers, direction)
-            moved = kv + (rings - 2) * both + gradient if direction else (rings - 1) * kv
-            compute = scaled(own_area(length // 2, self.cost.window) // rings, s.attention[direction]) - rings
-            total = total + np.maximum(compute, moved) + gradient
-            total = total + scaled(tokens, s.linear[direction]) + (s.sequence[direction] >> FRACTION_BITS)
-        return total
 
     def trimmed(self, i: int, low: int, high: int) -> int:
         """`least` of both passes, less what rounding to model parts may take."""
@@ -370,17 +304,6 @@ class _Search:
             best = max(best, value(middle) + middle_rise)
             ranges += [(low, middle, middle_rise), (middle, high, high_rise)]
         return int(best)
-
-
-def _with_best_links(cost: CostModel, num_ranks: int) -> CostModel:
-    """The model with links inside a node at least as good as those across, so that time never falls at its border."""
-    if num_ranks <= cost.ranks_per_node:
-        return cost
-    inside, across = cost.profile.inside_node, cost.profile.across_nodes
-    best = replace(
-        inside, latency=min(inside.latency, across.latency), bandwidth=max(inside.bandwidth, across.bandwidth)
-    )
-    return cost if best == inside else replace(cost, profile=replace(cost.profile, inside_node=best))
 
 
 def _ahead(values: list[int], counts: IntArray) -> list[int]:

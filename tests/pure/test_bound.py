@@ -191,7 +191,7 @@ def test_cpp_equals_python(seed):
     numbers = (num_ranks, capacity, stages, parts)
     got = _core.lower_bound(core_arguments(cost), lengths, shares, *numbers)
     bound = lower_bound_python(lengths, shares, cost, *numbers)
-    assert got.tolist() == [bound.picoseconds, bound.work, bound.longest, bound.pipeline, bound.crowded]
+    assert got.tolist() == [bound.picoseconds, bound.work, bound.longest, bound.pipeline, bound.crowded, bound.window]
 
 
 # What the proofs stand on
@@ -206,10 +206,11 @@ def test_rank_time_is_at_most_that_of_any_ring(seed, window):
     for length, ring in zip(search.lengths.tolist(), search.rings.tolist()):
         rings = np.arange(ring, num_ranks + 1)
         inside = np.where(rings <= cost.ranks_per_node, 0, 1)
-        best = cost.picoseconds(length, rings, inside)
-        if num_ranks > cost.ranks_per_node:
-            best = np.minimum(best, cost.picoseconds(length, rings, 1))
-        assert search.rank_time(length, ring) <= int((rings * best).min())
+        for phase in ("total", "forward", "backward"):
+            best = cost.picoseconds(length, rings, inside, phase)
+            if num_ranks > cost.ranks_per_node:
+                best = np.minimum(best, cost.picoseconds(length, rings, 1, phase))
+            assert search.rank_time(length, ring, phase) <= int((rings * best).min())
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,120 @@
+"""Least times of sequences on rings of any size: what the proofs of `planner.bound` stand on.
+
+What is used of the cost model, per pass over a stage, with A = a s^2 the attention of the whole sequence, X(b) =
+latency + b s / d a transfer, and pieces of t >= s / d tokens (s rounded up to the padding: d t is a multiple of it and
+at least s):
+
+    d x time(d) >= A + linear s + constant d + waits(d)
+    waits(d) = (1 - 1/d) (d^2 X(kv) - A)^+                                      forward
+    waits(d) = ((d^2 X(kv) - A)^+ + (d - 2) (d^2 X(both) - A)^+ + (d^2 X(grad) - A)^+) / d + d X(grad)   backward, d > 1
+
+because a step computes A / d^2 on each rank and max(x, y) = x + (y - x)^+. d^2 X(b) = latency d^2 + b s d rises with d,
+and so do 1 - 1/d, (d - 2)/d and latency d^2 / d; (b s d - A)/d rises too. So no term falls: *rank-time never falls when
+a ring is widened*, nor where it leaves its node, whose links are taken as the better of both kinds. With a window the
+steps are unequal and the busiest rank counts; then A is the area of the whole mask, which the d ranks must cover
+between them, waits(d) is at least what d ranks spend in all transfers less A, and both still never fall.
+
+Integers: each of at most 2 d + 4 terms of a pass is rounded down, so the integer time is less than that below the real
+one; `RingTimes.lost` is what a ring can lose by it, and it is taken off whenever the real formula is used.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_hdp.cost import CostModel, Phase, Tier
+from megatron_hdp.cost.area import own_area
+from megatron_hdp.cost.fixed import FRACTION_BITS, scaled
+from megatron_hdp.types import IntArray
+
+
+class RingTimes:
+    """Times of one cost model on a pool of ``ranks``, whose stages run as ``parts`` model parts each."""
+
+    def __init__(self, cost: CostModel, ranks: int, parts: int) -> None:
+        self.cost, self.ranks, self.parts = _with_best_links(cost, ranks), ranks, parts
+        self.trim = 2 * (parts - 1)
+        """A micro-batch's passes last parts x (cost // parts) each: at most this is rounded away in both together."""
+
+    def rank_time(self, length: int, ring: int, phase: Phase = "total") -> int:
+        """Least rank-time of a sequence: exact on its smallest ring; for all wider ones at least that of the next.
+
+        See the module's text: unpadded rank-time never falls, and beyond the next ring each further rank adds at least
+        the constant per sequence. What rounding takes off is convex in the ring, so its worst is at one of the ends.
+        Rounding to model parts may make a pass's time negative; that of both is at least 0.
+        """
+        piece = int(self.exact(length, ring, phase))
+        at_once = ring * (piece - self.trim)
+        least = at_once
+        if ring < self.ranks:
+            following, each = ring + 1, self.per_sequence(phase)
+            ideal = piece + each if ring == 1 else int(self.unpadded(length, following, phase) >> FRACTION_BITS)
+            slack = min(
+                -following * self.lost(following, phase),
+                each * (self.ranks - following) - self.ranks * self.lost(self.ranks, phase),
+            )
+            least = min(at_once, ideal + slack)
+        return max(least, 0) if phase == "total" else least
+
+    def per_sequence(self, phase: Phase) -> int:
+        """What each rank of a ring adds at least."""
+        return sum(self.cost._stage.sequence[direction] >> FRACTION_BITS for direction in self.cost._directions(phase))
+
+    def lost(self, ring: int, phase: Phase = "total") -> int:
+        """At most this many picoseconds are rounded away from one rank's piece."""
+        return len(self.cost._directions(phase)) * (2 * ring + 4) + self.trim
+
+    def unpadded(self, length: int, d: int, phase: Phase = "total") -> int:
+        """Rank-time of a ring of d > 1 whose pieces are exactly length / d, in units of the coefficients."""
+        s, tier = self.cost._stage, self.tier(d)
+        wait, kv, both, gradient = (int(x[tier]) for x in (s.latency, s.kv_time, s.both_time, s.gradient_time))
+
+        def one_pass(direction: int) -> int:
+            area = int(own_area(length // 2, self.cost.window)) * s.attention[direction]
+            rest = s.linear[direction] * length + s.sequence[direction] * d
+            home = wait * d + gradient * length if direction else 0
+            moves = [(1, kv), (d - 2, both), (1, gradient)] if direction else [(d - 1, kv)]
+            transfers = [(number, wait * d * d + per_token * length * d) for number, per_token in moves]
+            if self.cost.window is not None:
+                moved = sum(number * time for number, time in transfers) // d
+                return max(area, moved) + home + rest
+            return area + sum(number * max(time - area, 0) for number, time in transfers) // d + home + rest
+
+        return sum(one_pass(direction) for direction in self.cost._directions(phase))
+
+    def tier(self, ring: Any) -> Any:
+        """A ring that fits a node may lie in one."""
+        return np.where(np.asarray(ring) > self.cost.ranks_per_node, Tier.ACROSS_NODES, Tier.INSIDE_NODE).astype(int)
+
+    def exact(self, length: int, ring: int | IntArray, phase: Phase) -> Any:
+        """The cost model's time of one rank's piece, on the better links."""
+        length = min(length, self.cost.max_length)  # padding may lift it above; it is padded again
+        return self.cost.picoseconds(length, ring, self.tier(ring), phase)
+
+    def evenly(self, length: int, rings: IntArray, phase: Phase) -> IntArray:
+        """At most the time of one rank's piece if attention has a window: every rank as busy as the mean.
+
+        The d steps together compute the mask or more, each rounded down; transfers take their time at least. Unlike the
+        busiest rank's time this surely rises with the length.
+        """
+        s, tokens, tiers = self.cost._stage, length // rings, self.tier(rings)
+        total = np.zeros_like(rings)
+        for direction in self.cost._directions(phase):
+            kv, both, gradient = self.cost._transfers(tokens, tiers, direction)
+            moved = kv + (rings - 2) * both + gradient if direction else (rings - 1) * kv
+            compute = scaled(own_area(length // 2, self.cost.window) // rings, s.attention[direction]) - rings
+            total = total + np.maximum(compute, moved) + gradient
+            total = total + scaled(tokens, s.linear[direction]) + (s.sequence[direction] >> FRACTION_BITS)
+        return total
+
+
+def _with_best_links(cost: CostModel, num_ranks: int) -> CostModel:
+    """The model with links inside a node at least as good as those across, so that time never falls at its border."""
+    if num_ranks <= cost.ranks_per_node:
+        return cost
+    inside, across = cost.profile.inside_node, cost.profile.across_nodes
+    best = replace(
+        inside, latency=min(inside.latency, across.latency), bandwidth=max(inside.bandwidth, across.bandwidth)
+    )
+    return cost if best == inside else replace(cost, profile=replace(cost.profile, inside_node=best))
