@@ -9,8 +9,8 @@ Needs numpy only; Megatron's scheduler is timed where megatron-core is installed
 import argparse
 import datetime
 import functools
-import itertools
 import importlib.metadata
+import itertools
 import math
 import os
 import platform

@@ -114,12 +114,12 @@ def render_comparison(found: Mapping[str, Sequence[PlannedStep] | str]) -> str:
             f"{name:<30}{span:>14,.4f}{span / base:>14.3f}{100 * bound:>14.2f}"
             + f"{100 * padding:>14.3f}{hops:>14.2f}{milliseconds:>14,.1f}"
         )
-        if steps[0].one_slice_seconds is not None:
+        if any(s.one_slice_seconds not in (None, s.summary.span_seconds) for s in steps):
             together = _median(steps, lambda s: s.one_slice_seconds or 0.0)
             ratio = _median(steps, lambda s: s.summary.bound_seconds / (s.one_slice_seconds or 1.0))
             lines.append(f"{'  a pack in one slice':<30}{together:>14,.4f}{together / base:>14.3f}{100 * ratio:>14.2f}")
     several = f"Medians of {len(first)} steps. " if len(first) > 1 else ""
-    return "\n".join([*lines, "", f"{several}x: of the first row's span. {_NOTE}"])
+    return "\n".join([*lines, "", f"{several}x: of the first row's span.", _NOTE])
 
 
 def _median(steps: Sequence[PlannedStep], value: Callable[[PlannedStep], float]) -> float:

@@ -63,7 +63,7 @@ def assert_follows(result: Plan, request: dict) -> None:
         assert not (counts % request["stages"]).any()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(requests())
 def test_no_invariant_is_broken(request_):
     result = plan(**request_)
@@ -72,7 +72,7 @@ def test_no_invariant_is_broken(request_):
     assert plan(**request_).digest() == result.digest()
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(requests(max_ranks=8, max_sequences=16))
 def test_no_plan_deadlocks(request_):
     assert not deadlocks(plan(**request_), request_["stages"], request_["virtual_stages"])
