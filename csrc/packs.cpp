@@ -25,7 +25,7 @@ Int64Array spread(Int64View work, Int64View loads) {
 }
 
 // Bin of every item inside its rank by best fit; items of a rank come by falling size. A rank has one bin of each of
-// `rooms` from the start if its items fill them, and opens bins of `capacity`.
+// `rooms` from the start if its items fill them, and opens bins of `capacity`; an item larger than that has one alone.
 Int64Array pack_ranks(Int64View rank, Int64View size, Int num_ranks, Int capacity, Int64View rooms) {
     const Ints wanted = to_vector(rooms);
     Int all_rooms = 0;
@@ -35,7 +35,7 @@ Int64Array pack_ranks(Int64View rank, Int64View size, Int num_ranks, Int capacit
     const std::size_t n = rank.shape(0);
     Ints total(static_cast<std::size_t>(num_ranks), 0), bin(n);
     for (std::size_t item = 0; item < n; ++item) {
-        if (rank(item) < 0 || rank(item) >= num_ranks || size(item) < 1 || size(item) > capacity) {
+        if (rank(item) < 0 || rank(item) >= num_ranks || size(item) < 1) {
             throw std::invalid_argument("item " + std::to_string(item) + " has rank " + std::to_string(rank(item)) +
                                         " and size " + std::to_string(size(item)));
         }

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.columns import Columns, Layout
+from megatron_hdp.planner.graph import tie_experts
 from megatron_hdp.planner.halves import Half
 from megatron_hdp.planner.packs import Locals, Packs
 from megatron_hdp.planner.span import ends_of_columns
@@ -137,16 +138,10 @@ def ends(candidate: Candidate, lengths: IntArray, cost: CostModel, layout: Layou
     ring_cells = np.flatnonzero(unit < rings)
     ring_cells = ring_cells[np.argsort(microbatch[ring_cells], kind="stable")]
     held = np.bincount(microbatch[ring_cells], minlength=int(rank_offsets[-1]))
-    return ends_of_columns(
-        rank_offsets,
-        offsets(held),
-        unit[ring_cells],
-        candidate.size,
-        times[0],
-        times[1],
-        layout.stages,
-        layout.virtual_stages,
-    )
+    columns = (offsets(held), unit[ring_cells], candidate.size)
+    if layout.expert_group > 1:
+        columns = tie_experts(rank_offsets, *columns, layout.expert_group)
+    return ends_of_columns(rank_offsets, *columns, times[0], times[1], layout.stages, layout.virtual_stages)
 
 
 def finish(candidate: Candidate, locals_: Locals, num_sequences: int) -> Columns:

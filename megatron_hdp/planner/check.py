@@ -5,6 +5,8 @@ import numpy.typing as npt
 
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.deadlock import require_order
+from megatron_hdp.planner.graph import tie_experts
+from megatron_hdp.planner.span import ends_of_columns
 from megatron_hdp.types import IntArray, Plan, Ring
 
 try:
@@ -42,6 +44,8 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
             "check: the C++ check refuses this plan and its Python twin does not, which is an error of this package: "
             "report it with the plan's JSON"
         )
+    if expert_group > 1:
+        _check_experts(plan, stages, virtual_stages, expert_group)
 
 
 def check_python(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
@@ -78,6 +82,26 @@ def _check_in_core(plan: Plan, stages: int, virtual_stages: int, expert_group: i
         virtual_stages,
         expert_group,
     )
+
+
+def _check_experts(plan: Plan, stages: int, virtual_stages: int, expert_group: int) -> None:
+    """Ranks that share experts run in lockstep: no rank may wait forever then either."""
+    columns = (plan.microbatch_offsets, plan.piece_sequence, plan.ring_size)
+    nothing = np.zeros(int(plan.rank_offsets[-1]), dtype=np.int64)
+    try:
+        ends_of_columns(
+            plan.rank_offsets,
+            *tie_experts(plan.rank_offsets, *columns, expert_group),
+            nothing,
+            nothing,
+            stages,
+            virtual_stages,
+        )
+    except PlanError as error:
+        raise PlanError(
+            f"experts: groups of {expert_group} ranks run every slot together, and with their rings some would wait "
+            f"forever: {error}; a ring must have the same slot on all its ranks"
+        ) from error
 
 
 def held_tokens(tokens: IntArray, offload: npt.NDArray[np.float64]) -> IntArray:

@@ -56,6 +56,30 @@ def groups(
     return group.astype(np.int64)
 
 
+def tie_experts(
+    rank_offsets: IntArray,
+    microbatch_offsets: IntArray,
+    piece_sequence: IntArray,
+    ring_size: IntArray,
+    expert_group: int,
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The columns of a plan in which ranks that share experts also share a ring in every slot.
+
+    Tokens go to experts and back in every layer, so the ranks of a group run their micro-batches in lockstep. Each
+    micro-batch gets one more piece, of a sequence that stands for its group and slot. Counts must be equal in a group.
+
+    Returns:
+        microbatch_offsets, piece_sequence and ring_size with those pieces and sequences.
+    """
+    counts = np.diff(rank_offsets)
+    first = np.repeat(rank_offsets[:-1:expert_group], expert_group)  # of the first rank of each rank's group
+    slot = np.arange(int(rank_offsets[-1])) - np.repeat(rank_offsets[:-1], counts)
+    shared = ring_size.size + np.repeat(first, counts) + slot
+    pieces = np.insert(piece_sequence, microbatch_offsets[1:], shared)
+    sizes = np.concatenate([ring_size, np.full(slot.size, expert_group, dtype=np.int64)])
+    return microbatch_offsets + np.arange(microbatch_offsets.size), pieces, sizes
+
+
 def tied_slots(rank_offsets: IntArray, group: IntArray) -> tuple[int, int, int] | None:
     """Two micro-batches of one rank in one group, as (rank, slot, slot), or None: such a group could never start."""
     rank = np.repeat(np.arange(rank_offsets.size - 1), np.diff(rank_offsets))

@@ -70,9 +70,9 @@ def pack_ranks(rank: IntArray, size: IntArray, num_ranks: int, capacity: int, ro
 
     Args:
         rank: of each item, int64 [num_items].
-        size: of each item, falling inside a rank, 1 .. capacity, int64 [num_items].
+        size: of each item, falling inside a rank, int64 [num_items].
         num_ranks: ranks.
-        capacity: room of a new bin.
+        capacity: room of a new bin; an item larger than that (its activations leave) has one alone.
         rooms: bins that a rank has from the start, if its items are at least as large together.
 
     Returns:

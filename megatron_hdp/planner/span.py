@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.graph import groups, pipeline_graph, run_python, tied_slots, whole_graph
+from megatron_hdp.planner.graph import groups, pipeline_graph, run_python, tie_experts, tied_slots, whole_graph
 from megatron_hdp.types import IntArray, Plan
 
 try:
@@ -31,25 +31,20 @@ def microbatch_picoseconds(plan: Plan, cost: CostModel) -> tuple[IntArray, IntAr
     return result[0], result[1]
 
 
-def rank_ends(plan: Plan, cost: CostModel, stages: int = 1, virtual_stages: int = 1) -> IntArray:
+def rank_ends(plan: Plan, cost: CostModel, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> IntArray:
     """When each rank is done with all its stages, int64 picoseconds [num_ranks]; the span is the largest.
 
-    See `ends_of_columns` for what is simulated.
+    See `ends_of_columns` for what is simulated. Ranks that share experts (``expert_group`` consecutive ones) also wait
+    for each other in every slot.
 
     Raises:
         PlanError: ranks would wait for each other forever.
     """
     forward, backward = microbatch_picoseconds(plan, cost)
-    return ends_of_columns(
-        plan.rank_offsets,
-        plan.microbatch_offsets,
-        plan.piece_sequence,
-        plan.ring_size,
-        forward,
-        backward,
-        stages,
-        virtual_stages,
-    )
+    columns = (plan.microbatch_offsets, plan.piece_sequence, plan.ring_size)
+    if expert_group > 1:
+        columns = tie_experts(plan.rank_offsets, *columns, expert_group)
+    return ends_of_columns(plan.rank_offsets, *columns, forward, backward, stages, virtual_stages)
 
 
 def ends_of_columns(
