@@ -3,6 +3,7 @@
 #include "skyline.hpp"
 
 #include <algorithm>
+#include <array>
 #include <tuple>
 
 namespace hdp {
@@ -56,19 +57,25 @@ class Walk {
 
     // The lowest place from `anchor` on where some ring ends by the target.
     void within(std::size_t anchor, int step) {
-        Int width = 0, height = 0;
-        Wide area = 0;
+        Int width = 0, height = -1, smallest = 0;
+        Wide idle_before = 0;
         for (std::size_t at = anchor; at < segments_.size(); at += step) { // below 0 wraps to a large number
             const Segment &segment = segments_[at];
-            height = std::max(height, segment.height);
-            const Int k = narrowest(ring_.times, trial_.target - height);
-            if (k < 0) {
-                return;
+            if (segment.height > height) {
+                idle_before += Wide{width} * (segment.height - height);
+                height = segment.height;
+                const Int k = narrowest(ring_.times, trial_.target - height);
+                if (k < 0) {
+                    return;
+                }
+                smallest = ring_.smallest + k;
             }
-            const Int before = width, smallest = ring_.smallest + k;
+            if (place_.size > 0 && idle_before > std::get<0>(place_.key)) {
+                return; // a place costs its idling at least
+            }
+            const Int before = width;
             width += segment.width;
             if (smallest <= width) {
-                const Wide idle_before = Wide{height} * before - area;
                 const auto weigh = [&](Int size) {
                     consider(anchor, step, size, height, idle_before + Wide{size - before} * (height - segment.height),
                              width - size, false);
@@ -83,7 +90,7 @@ class Walk {
                 }
                 return;
             }
-            area += Wide{segment.width} * segment.height;
+            idle_before += Wide{segment.width} * (height - segment.height);
         }
     }
 
@@ -93,6 +100,9 @@ class Walk {
         for (std::size_t at = anchor; at < segments_.size(); at += step) {
             const Segment &segment = segments_[at];
             height = std::max(height, segment.height);
+            if (place_.size > 0 && height + ring_.fastest > std::get<0>(place_.key)) {
+                return;
+            }
             const Int before = width;
             width += segment.width;
             if (ring_.smallest <= width) {
@@ -136,72 +146,83 @@ class Walk {
     Place place_;
 };
 
-// The skyline with `place` on top of it; neighbours of equal height become one segment.
+// Put `place` on top of the skyline; neighbours of equal height become one segment.
 void raise(std::vector<Segment> &segments, const Place &place) {
-    std::vector<Segment> result;
-    result.reserve(segments.size() + 2);
-    const auto add = [&](Int start, Int width, Int height) {
-        if (width <= 0) {
-            return;
-        }
-        if (!result.empty() && result.back().height == height) {
-            result.back().width += width;
-        } else {
-            result.push_back({start, width, height});
+    const Int end = place.start + place.size;
+    const auto ends_after = [](Int rank, const Segment &segment) { return rank < segment.start + segment.width; };
+    const auto first = std::upper_bound(segments.begin(), segments.end(), place.start, ends_after);
+    const auto last = std::upper_bound(first, segments.end(), end - 1, ends_after);
+    const Segment low = *first, high = *last;
+    std::array<Segment, 3> parts;
+    std::size_t count = 0;
+    if (low.start < place.start) {
+        parts[count++] = {low.start, place.start - low.start, low.height};
+    }
+    parts[count++] = {place.start, place.size, place.begin + place.time};
+    if (high.start + high.width > end) {
+        parts[count++] = {end, high.start + high.width - end, high.height};
+    }
+    const std::size_t at = static_cast<std::size_t>(first - segments.begin());
+    const std::size_t covered = static_cast<std::size_t>(last - first) + 1, kept = std::min(covered, count);
+    std::copy(parts.begin(), parts.begin() + kept, first);
+    if (count > covered) {
+        segments.insert(segments.begin() + at + kept, parts.begin() + kept, parts.begin() + count);
+    } else {
+        segments.erase(segments.begin() + at + kept, segments.begin() + at + covered);
+    }
+    const auto merge = [&](std::size_t index) { // with the segment to its right
+        if (index + 1 < segments.size() && segments[index].height == segments[index + 1].height) {
+            segments[index].width += segments[index + 1].width;
+            segments.erase(segments.begin() + index + 1);
         }
     };
-    const Int end = place.start + place.size;
-    bool done = false;
-    for (const Segment &segment : segments) {
-        const Int right = segment.start + segment.width;
-        add(segment.start, std::min(right, place.start) - segment.start, segment.height);
-        if (!done && right > place.start) {
-            add(place.start, place.size, place.begin + place.time);
-            done = true;
-        }
-        const Int left = std::max(segment.start, end);
-        add(left, right - left, segment.height);
+    const std::size_t own = at + (low.start < place.start);
+    merge(own);
+    if (own > 0) {
+        merge(own - 1);
     }
-    segments.swap(result);
 }
 
 } // namespace
 
 // Up to the widest ring that hides its transfers; where that lasts longer than the target, up to the fastest ring.
-Ints times_by_size(const Cost &cost, Int length, Int smallest, Int widest, Int num_ranks, Int target) {
-    Int last = widest;
-    if (best_time(cost, length, widest) > target) {
-        Int least = best_time(cost, length, widest);
-        for (Int size = widest; size < num_ranks;) {
+void set_times(const Cost &cost, Choices &ring, Int num_ranks, Int target) {
+    Int last = ring.widest, least = best_time(cost, ring.length, last);
+    if (least > target) {
+        for (Int size = last; size < num_ranks;) {
             size = std::min(num_ranks, size + std::max<Int>(1, size / 32));
-            const Int time = best_time(cost, length, size);
+            const Int time = best_time(cost, ring.length, size);
             if (time < least) {
                 least = time;
                 last = size;
             }
         }
     }
-    Ints times;
-    times.reserve(static_cast<std::size_t>(last - smallest + 1));
-    for (Int size = smallest; size <= last; ++size) {
-        times.push_back(best_time(cost, length, size));
+    ring.times.reserve(static_cast<std::size_t>(last - ring.smallest + 1));
+    for (Int size = ring.smallest; size <= last; ++size) {
+        ring.times.push_back(best_time(cost, ring.length, size));
     }
-    return times;
+    ring.fastest = *std::min_element(ring.times.begin(), ring.times.end());
 }
 
-Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, Int num_ranks, const Trial &trial) {
+// Coarse rings in `order`, up to the first that ends at `give_up` or later.
+Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, const Ints &order, Int num_ranks,
+                    const Trial &trial, Int give_up) {
     Coarse result;
     result.segments = {{0, num_ranks, 0}};
-    for (std::size_t index = 0; index < rings.size() && !rings[index].times.empty(); ++index) {
+    for (const Int index : order) {
         const Place place = Walk(cost, result.segments, rings[index], trial).best();
         raise(result.segments, place);
-        result.placed.ring.push_back(static_cast<Int>(index));
+        result.placed.ring.push_back(index);
         result.placed.start.push_back(place.start);
         result.placed.size.push_back(place.size);
         result.placed.begin.push_back(place.begin);
         result.placed.time.push_back(place.time);
         result.idle += place.idle;
         result.end = std::max(result.end, place.begin + place.time);
+        if (result.end >= give_up) {
+            return result;
+        }
     }
     for (const Segment &segment : result.segments) {
         result.area += Wide{segment.width} * segment.height;

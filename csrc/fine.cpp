@@ -152,11 +152,14 @@ Int position(const Cost &cost, const Hills &hills, Int index, Int size) {
     return node <= right ? node : first;
 }
 
-// The smallest ring of at most `limit` ranks that ends within `room`; its smallest if none does.
-Int size_within(const Cost &cost, const Choices &ring, Int limit, Int room) {
+// The smallest ring of at most `limit` ranks that ends within `room`; if none does, what `late` says.
+Int size_within(const Cost &cost, const Choices &ring, Int limit, Int room, Late late) {
     Int low = ring.smallest, high = std::min(limit, ring.widest);
-    if (high <= low || best_time(cost, ring.length, low) <= room || best_time(cost, ring.length, high) > room) {
+    if (high <= low || best_time(cost, ring.length, low) <= room) {
         return low;
+    }
+    if (best_time(cost, ring.length, high) > room) {
+        return late == Late::widest ? high : low;
     }
     while (low < high) {
         const Int middle = (low + high) / 2;
@@ -168,7 +171,7 @@ Int size_within(const Cost &cost, const Choices &ring, Int limit, Int room) {
 
 } // namespace
 
-void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int target,
+void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int target, Late late,
                 Coarse &coarse) {
     Waiting waiting(rings, first);
     Hills hills(coarse.segments);
@@ -181,7 +184,7 @@ void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t
             continue;
         }
         waiting.take(ring);
-        const Int size = size_within(cost, rings[ring], segment.width, target - segment.height);
+        const Int size = size_within(cost, rings[ring], segment.width, target - segment.height, late);
         const Int start = position(cost, hills, index, size);
         const Int time = time_at(cost, rings[ring].length, size, start);
         hills.raise(hills.cut(index, start, size), segment.height + time);

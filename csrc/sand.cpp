@@ -1,6 +1,8 @@
 #include "sand.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <numeric>
 #include <set>
 #include <tuple>
@@ -10,6 +12,13 @@
 
 namespace hdp {
 namespace {
+
+constexpr std::array<Int, 12> exchange_shifts = {0, 1, 3, 7, 15, 31, 63, 127, 0, 5, 11, 23};
+constexpr int most_idle = 2;          // rounds without an exchange before giving up
+constexpr std::size_t few_items = 16; // a rank, on average, for fitting them anew
+constexpr int most_fits = 4;
+constexpr Int fit_share = 128;        // 1 / 128 over the goal is worth fitting, 1 / 512 is not
+constexpr Int fitted_share = 512;
 
 // What idles before rings: (room, rank, turn of the ring that ends the gap).
 using Gap = std::tuple<Int, Int, Int>;
@@ -32,6 +41,179 @@ Groups group_by(const Ints &group, Int num_groups) {
         result.items[next[group[item]]++] = static_cast<Int>(item);
     }
     return result;
+}
+
+// What ranks run after their last ring: sequences may change places there. Indices of sequences, longest first.
+struct Tails {
+    std::vector<Ints> items;
+    Ints all; // of all ranks
+    Ints ends, loads, turns; // of the last ring, with the tail; number of rings
+};
+
+Tails tails_of(const Placement &placed, const Locals &locals, Int num_ranks, const Spread &spread) {
+    const std::size_t n = static_cast<std::size_t>(num_ranks);
+    Tails tails{std::vector<Ints>(n), {}, Ints(n, 0), {}, Ints(n, 0)};
+    for (std::size_t i = 0; i < placed.ring.size(); ++i) {
+        for (Int rank = placed.start[i]; rank < placed.start[i] + placed.size[i]; ++rank) {
+            tails.ends[rank] = placed.begin[i] + placed.time[i];
+            ++tails.turns[rank];
+        }
+    }
+    tails.loads = tails.ends;
+    for (std::size_t item = 0; item < locals.time.size(); ++item) {
+        const Int rank = spread.rank[item];
+        if (spread.turn[item] == tails.turns[rank]) {
+            tails.items[rank].push_back(static_cast<Int>(item));
+            tails.all.push_back(static_cast<Int>(item));
+            tails.loads[rank] += locals.time[item];
+        }
+    }
+    return tails;
+}
+
+// Ranks by rising load, ties by rank.
+Ints by_load(const Ints &loads) {
+    Ints order(loads.size());
+    std::iota(order.begin(), order.end(), Int{0});
+    std::sort(order.begin(), order.end(), [&](Int a, Int b) {
+        return std::pair(loads[a], a) < std::pair(loads[b], b);
+    });
+    return order;
+}
+
+// Exchange a sequence of `high` for a shorter one of `low`, or for none, so that both end as close as can be.
+bool exchange(const Ints &times, Tails &tails, Int high, Int low) {
+    Ints &more = tails.items[high], &less = tails.items[low];
+    const Int gap = tails.loads[high] - tails.loads[low];
+    Int best = gap; // what is left of the gap
+    std::size_t give = more.size(), take = 0, from = 0;
+    for (std::size_t a = 0; a < more.size() && best > 0; ++a) {
+        const Int wanted = 2 * times[more[a]] - gap; // twice the time to take in return
+        while (from < less.size() && 2 * times[less[from]] > wanted) {
+            ++from;
+        }
+        for (std::size_t b = from - (from > 0); b <= std::min(from, less.size()); ++b) {
+            const Int left = std::abs(wanted - (b < less.size() ? 2 * times[less[b]] : 0));
+            if (left < best) {
+                best = left;
+                give = a;
+                take = b;
+            }
+        }
+    }
+    if (give == more.size()) {
+        return false;
+    }
+    const auto move = [&](Ints &source, std::size_t at, Ints &target, Int from_rank, Int to_rank) {
+        const Int item = source[at];
+        source.erase(source.begin() + static_cast<std::ptrdiff_t>(at));
+        target.insert(std::lower_bound(target.begin(), target.end(), item), item);
+        tails.loads[from_rank] -= times[item];
+        tails.loads[to_rank] += times[item];
+    };
+    const bool back = take < less.size();
+    const Int returned = back ? less[take] : 0;
+    move(more, give, less, high, low);
+    if (back) {
+        move(less, static_cast<std::size_t>(std::lower_bound(less.begin(), less.end(), returned) - less.begin()), more,
+             low, high);
+    }
+    return true;
+}
+
+// Ranks over the goal exchange with the least loaded ones, each round with others.
+void exchange_tails(const Ints &times, Int goal, Tails &tails) {
+    int idle = 0;
+    for (const Int shift : exchange_shifts) {
+        const Ints order = by_load(tails.loads);
+        const Int n = static_cast<Int>(order.size()), half = n / 2;
+        bool moved = false;
+        Int k = 0;
+        for (; k < half && tails.loads[order[n - 1 - k]] > goal; ++k) {
+            moved |= exchange(times, tails, order[n - 1 - k], order[(k + shift) % half]);
+        }
+        idle = moved ? 0 : idle + 1;
+        if (k == 0 || idle == most_idle) {
+            return;
+        }
+    }
+}
+
+// Rooms in a row, of which the first that holds something is sought.
+class Rooms {
+  public:
+    explicit Rooms(const Ints &rooms) {
+        while (leaves_ < rooms.size()) {
+            leaves_ *= 2;
+        }
+        most_.assign(2 * leaves_, -1);
+        std::copy(rooms.begin(), rooms.end(), most_.begin() + static_cast<std::ptrdiff_t>(leaves_));
+        for (std::size_t node = leaves_ - 1; node > 0; --node) {
+            most_[node] = std::max(most_[2 * node], most_[2 * node + 1]);
+        }
+    }
+    // The first room that holds `size`, which becomes that much smaller; -1 if none does.
+    Int take(Int size) {
+        if (most_[1] < size) {
+            return -1;
+        }
+        std::size_t node = 1;
+        while (node < leaves_) {
+            node = 2 * node + (most_[2 * node] < size);
+        }
+        const Int room = static_cast<Int>(node - leaves_);
+        most_[node] -= size;
+        for (node /= 2; node > 0; node /= 2) {
+            const Int most = std::max(most_[2 * node], most_[2 * node + 1]);
+            if (most == most_[node]) {
+                break;
+            }
+            most_[node] = most;
+        }
+        return room;
+    }
+
+  private:
+    std::size_t leaves_ = 1;
+    Ints most_;
+};
+
+// Where few sequences follow the last ring: first fit decreasing for falling ends (MULTIFIT: Coffman, Garey and
+// Johnson 1978), ranks with the latest rings first.
+void fit_tails(const Ints &times, Int goal, Tails &tails) {
+    Int most = *std::max_element(tails.loads.begin(), tails.loads.end()), low = goal;
+    const Ints &all = tails.all;
+    if (most <= goal + goal / fit_share || all.size() > few_items * tails.ends.size()) {
+        return;
+    }
+    Ints order = by_load(tails.ends), rooms(order.size()), rank_of(all.size());
+    std::reverse(order.begin(), order.end());
+    for (int i = 0; i < most_fits && most > low + low / fitted_share; ++i) {
+        const Int end = low + (most - low) / 2;
+        for (std::size_t r = 0; r < order.size(); ++r) {
+            rooms[r] = std::max<Int>(end - tails.ends[order[r]], 0);
+        }
+        Rooms open(rooms);
+        bool fit = true;
+        for (std::size_t k = 0; k < all.size() && fit; ++k) {
+            rank_of[k] = open.take(times[all[k]]);
+            fit = rank_of[k] >= 0;
+        }
+        if (!fit) {
+            low = end + 1;
+            continue;
+        }
+        tails.loads = tails.ends;
+        for (Ints &own : tails.items) {
+            own.clear();
+        }
+        for (std::size_t k = 0; k < all.size(); ++k) {
+            const Int rank = order[rank_of[k]];
+            tails.items[rank].push_back(all[k]);
+            tails.loads[rank] += times[all[k]];
+        }
+        most = *std::max_element(tails.loads.begin(), tails.loads.end());
+    }
 }
 
 } // namespace
@@ -80,6 +262,27 @@ Spread spread_locals(const Placement &placed, const Locals &locals, Int num_rank
     return result;
 }
 
+// Level what ranks run after their last ring, down to `goal` if that can be.
+void level_locals(const Placement &placed, const Locals &locals, Int num_ranks, Int goal, Spread &spread) {
+    if (spread.span <= goal) {
+        return;
+    }
+    Tails tails = tails_of(placed, locals, num_ranks, spread);
+    goal = std::max(goal, *std::max_element(tails.ends.begin(), tails.ends.end()));
+    if (!tails.all.empty()) {
+        goal = std::max(goal, locals.time[tails.all.front()]);
+    }
+    exchange_tails(locals.time, goal, tails);
+    fit_tails(locals.time, goal, tails);
+    for (Int rank = 0; rank < num_ranks; ++rank) {
+        for (const Int item : tails.items[rank]) {
+            spread.rank[item] = rank;
+            spread.turn[item] = tails.turns[rank];
+        }
+    }
+    spread.span = *std::max_element(tails.loads.begin(), tails.loads.end());
+}
+
 // A rank runs, for every turn, its local packs and then the ring. Pieces of a micro-batch ascend by sequence.
 Columns build_columns(const Ints &ring_sequence, const Placement &placed, const Locals &locals, const Spread &spread,
                       Int num_sequences, Int num_ranks, Int capacity) {
@@ -119,7 +322,8 @@ Columns build_columns(const Ints &ring_sequence, const Placement &placed, const 
                 tokens.push_back(locals.tokens[item]);
             }
             const Ints bin = best_fit_sorted(tokens, capacity);
-            const std::size_t num_bins = bin.empty() ? 0 : static_cast<std::size_t>(*std::max_element(bin.begin(), bin.end())) + 1;
+            const std::size_t num_bins =
+                bin.empty() ? 0 : static_cast<std::size_t>(*std::max_element(bin.begin(), bin.end())) + 1;
             bins.resize(std::max(bins.size(), num_bins));
             for (std::size_t i = 0; i < bin.size(); ++i) {
                 bins[bin[i]].push_back(locals.sequence[by_turn[turn][i]]);

@@ -3,40 +3,56 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
-#include <utility>
+#include <cstddef>
+#include <limits>
 
 #include "skyline.hpp"
 
 namespace hdp {
 
-// Binary heap of (load, rank) whose least entry is replaced again and again.
+// Loads of ranks, of which the least, the lowest rank of equals, is added to again and again: a tournament whose inner
+// nodes keep the loser. The way from a rank to the root is known beforehand, so nothing waits for a guess.
 class Loads {
   public:
     explicit Loads(const Ints &ends) {
+        while (leaves_ < ends.size()) {
+            leaves_ *= 2;
+        }
+        std::vector<Entry> winner(2 * leaves_, entry(std::numeric_limits<Int>::max(), 0));
         for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-            heap_.emplace_back(ends[rank], static_cast<Int>(rank));
+            winner[leaves_ + rank] = entry(ends[rank], static_cast<Int>(rank));
         }
-        std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
+        losers_.resize(leaves_);
+        for (std::size_t node = leaves_ - 1; node > 0; --node) {
+            const Entry left = winner[2 * node], right = winner[2 * node + 1];
+            winner[node] = std::min(left, right);
+            losers_[node] = std::max(left, right);
+        }
+        least_ = winner[1];
+        most_ = *std::max_element(ends.begin(), ends.end());
     }
-    Int least() const { return heap_.front().second; }
+    Int least() const { return static_cast<Int>(least_ & low_bits); }
     void add(Int work) {
-        const std::pair<Int, Int> entry{heap_.front().first + work, heap_.front().second};
-        std::size_t hole = 0;
-        for (std::size_t child = 1; child < heap_.size(); child = 2 * hole + 1) {
-            child += child + 1 < heap_.size() && heap_[child + 1] < heap_[child];
-            if (!(heap_[child] < entry)) {
-                break;
-            }
-            heap_[hole] = heap_[child];
-            hole = child;
+        const std::size_t rank = static_cast<std::size_t>(least());
+        least_ += Entry{work} << 64;
+        most_ = std::max(most_, static_cast<Int>(least_ >> 64));
+        for (std::size_t node = (leaves_ + rank) / 2; node > 0; node /= 2) {
+            const Entry loser = losers_[node];
+            losers_[node] = std::max(loser, least_);
+            least_ = std::min(loser, least_);
         }
-        heap_[hole] = entry;
     }
-    Int most() const { return std::max_element(heap_.begin(), heap_.end())->first; }
+    Int most() const { return most_; }
 
   private:
-    std::vector<std::pair<Int, Int>> heap_;
+    using Entry = Wide; // load x 2^64 + rank: one comparison orders both
+    static constexpr Entry low_bits = (Entry{1} << 63) - 1;
+    static Entry entry(Int load, Int rank) { return (Entry{load} << 64) + rank; }
+
+    std::size_t leaves_ = 1;
+    std::vector<Entry> losers_;
+    Entry least_;
+    Int most_;
 };
 
 // Sequences that one rank holds alone, longest first.
@@ -57,6 +73,7 @@ struct Spread {
 };
 
 Spread spread_locals(const Placement &placed, const Locals &locals, Int num_ranks);
+void level_locals(const Placement &placed, const Locals &locals, Int num_ranks, Int goal, Spread &spread);
 Columns build_columns(const Ints &ring_sequence, const Placement &placed, const Locals &locals, const Spread &spread,
                       Int num_sequences, Int num_ranks, Int capacity);
 

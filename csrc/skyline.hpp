@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "cost.hpp"
@@ -26,6 +27,7 @@ struct Choices {
     Int smallest;   // ranks that its memory needs
     Int widest;     // widest ring that hides its transfers
     Ints times;     // of smallest + k ranks on the best links that such rings can have; only of coarse rings
+    Int fastest = 0; // least of `times`
     Int most() const { return smallest + static_cast<Int>(times.size()) - 1; }
     Wide work() const { return Wide{smallest} * times[0]; }
 };
@@ -44,6 +46,9 @@ struct Trial {
     Int share;  // price of ranks left free beside a ring, of 1024
 };
 
+// Ranks of a fine ring that ends late with any size.
+enum class Late { smallest, widest };
+
 struct Coarse {
     Placement placed;
     std::vector<Segment> segments;
@@ -60,9 +65,10 @@ inline Int time_at(const Cost &cost, Int length, Int size, Int start) {
     return cost.picoseconds(length, size, cost.tier(start, size));
 }
 
-Ints times_by_size(const Cost &cost, Int length, Int smallest, Int widest, Int num_ranks, Int target);
-Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, Int num_ranks, const Trial &trial);
-void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int target,
+void set_times(const Cost &cost, Choices &ring, Int num_ranks, Int target);
+Coarse place_coarse(const Cost &cost, const std::vector<Choices> &rings, const Ints &order, Int num_ranks,
+                    const Trial &trial, Int give_up = std::numeric_limits<Int>::max());
+void place_fine(const Cost &cost, const std::vector<Choices> &rings, std::size_t first, Int target, Late late,
                 Coarse &coarse);
 
 } // namespace hdp

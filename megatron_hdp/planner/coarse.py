@@ -1,8 +1,9 @@
 """The long rings, few and hard to place. Twin of csrc/coarse.cpp.
 
-Rings go longest first (list scheduling) onto the skyline. A ring is tried at both ends of every segment: walking from
-there to the other side, the first place that is wide enough for the smallest ring that still ends by the *target*. Of
-that place up to three sizes are weighed: the smallest one; the widest that hides its transfers; the widest at all.
+Rings go longest first, or in another order, onto the skyline (list scheduling). A ring is tried at both ends of every
+segment: walking from there to the other side, the first place that is wide enough for the smallest ring that still ends
+by the *target*. Of that place up to three sizes are weighed: the smallest one; the widest that hides its transfers; the
+widest at all.
 
 What a place costs is rank-time that is lost:
 
@@ -102,10 +103,13 @@ def _scan(size: int, num_ranks: int) -> Iterator[int]:
         yield size
 
 
-def place_coarse(cost: CostModel, rings: list[CoarseRing], num_ranks: int, trial: Trial) -> Coarse:
-    """Place all rings in their order."""
+def place_coarse(
+    cost: CostModel, rings: list[CoarseRing], num_ranks: int, trial: Trial, order: list[int] | None = None
+) -> Coarse:
+    """Place all rings in ``order``, indices into them; in theirs when None."""
     segments, placed = [Segment(0, num_ranks, 0)], Placement()
-    for index, ring in enumerate(rings):
+    for index in range(len(rings)) if order is None else order:
+        ring = rings[index]
         place = _within(segments, ring, trial, cost.ranks_per_node) or _soonest(segments, ring, cost.ranks_per_node)
         segments = _raise(segments, place)
         placed.add(index, place)

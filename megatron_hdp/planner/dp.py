@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.cost.core import core_arguments
+from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.columns import Columns
 from megatron_hdp.planner.dp_python import plan_dp_python
 from megatron_hdp.types import IntArray
@@ -15,6 +16,9 @@ try:
     from megatron_hdp import _core
 except ImportError:  # a source tree without a compiler: the twin makes the same plan, slower
     _core = None  # type: ignore[assignment]
+
+MOST_PICOSECONDS = 1 << 56
+"""Bounds from here on are refused: schedules may end some times later, and sums of those must fit int64."""
 
 
 def plan_dp(
@@ -36,7 +40,17 @@ def plan_dp(
         capacity: tokens that one rank holds in one micro-batch.
         cost: what pieces cost.
         bound: lower bound on the span in picoseconds: what to aim at.
+
+    Raises:
+        PlanError: a step would take most of a day, which the integers of the plan are not made for.
+        ValueError: rings do not fit the pool.
     """
+    if bound >= MOST_PICOSECONDS:
+        raise PlanError(
+            f"this batch of {int(lengths.sum())} tokens takes {num_ranks} ranks at least {bound / 3.6e15:.0f} hours, "
+            f"more than {MOST_PICOSECONDS / 3.6e15:.0f}: check the units of profile {cost.profile.name}, or lower "
+            "--global-batch-size or --hdp-batch-tokens"
+        )
     if _core is None:
         return Columns(*plan_dp_python(lengths, smallest, widest, num_ranks, capacity, cost, bound))
     return Columns(*_core.plan_dp(lengths, smallest, widest, num_ranks, capacity, core_arguments(cost), bound))

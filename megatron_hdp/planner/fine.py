@@ -5,8 +5,9 @@ it is wide enough for, place the one that needs most ranks, the longest of equal
 left, its ranks wait for the lower of its neighbours, and the two become one segment: that gap is for local sequences.
 
 A ring that would end after the target is widened, up to the size that still hides its transfers, if some such size ends
-in time. Inside the segment it lies within a node if it can, else beside the higher neighbour, which keeps the free
-ranks of the segment together and next to ranks that are free soon.
+in time. If none does, it keeps its smallest size or takes the widest: both are tried where it matters. Inside the
+segment it lies within a node if it can, else beside the higher neighbour, which keeps the free ranks of the segment
+together and next to ranks that are free soon.
 
 A placement takes O(n log n) for n rings and segments.
 """
@@ -58,15 +59,15 @@ class FineRings:
         at += size - self.smallest[ring]
         return crossing[at] if near else -falling[at]
 
-    def size_within(self, ring: int, limit: int, room: int) -> int:
-        """The smallest ring of at most ``limit`` ranks that ends within ``room``; its smallest if none does."""
+    def size_within(self, ring: int, limit: int, room: int, late_widest: bool) -> int:
+        """The smallest ring of at most ``limit`` ranks that ends within ``room``; if none, its smallest or widest."""
         low = self.smallest[ring]
         high = min(limit, self.widest[ring])
         if high <= low or self._best[ring] <= room:
             return low
         at, falling, _ = self._row(ring)
         if -falling[at + high - low] > room:
-            return low
+            return high if late_widest else low
         return low + bisect_left(falling, -room, at, at + high - low) - at
 
     def _row(self, ring: int) -> tuple[int, list[int], list[int]]:
@@ -168,8 +169,11 @@ class _Hills:
             self._before[after] = before
 
 
-def place_fine(rings: FineRings, target: int, coarse: Coarse) -> None:
-    """Place all ``rings`` onto the skyline of ``coarse`` and append them to its placement, numbered after its own."""
+def place_fine(rings: FineRings, target: int, coarse: Coarse, *, late_widest: bool = False) -> None:
+    """Place all ``rings`` onto the skyline of ``coarse`` and append them to its placement, numbered after its own.
+
+    ``late_widest``: rings that end after ``target`` with any size get the widest that fits, else their smallest.
+    """
     waiting, hills, number = _Waiting(rings.smallest), _Hills(coarse), len(coarse.placed.rings)
     left = len(rings.smallest)
     while left:
@@ -181,7 +185,7 @@ def place_fine(rings: FineRings, target: int, coarse: Coarse) -> None:
             continue
         waiting.take(ring)
         left -= 1
-        size = rings.size_within(ring, width, target - height)
+        size = rings.size_within(ring, width, target - height, late_widest)
         start = _start(hills, index, size, rings.ranks_per_node)
         time = rings.time(ring, size, start)
         hills.cut(index, start, size)

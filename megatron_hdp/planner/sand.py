@@ -2,7 +2,8 @@
 
 Local sequences are many and short, so they fill what rings leave, as sand does. Longest first: each goes into the
 tightest gap before a ring that holds it (best fit), else onto the rank that is done soonest (longest processing time
-first, Graham 1969). What a rank runs between two rings is then packed into micro-batches by best fit (Johnson 1973).
+first, Graham 1969). What ranks run after their last ring is then levelled (`planner.level`). What a rank runs between
+two rings is packed into micro-batches by best fit (Johnson 1973).
 """
 
 from bisect import bisect_left, insort
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_hdp.planner.level import level_tails
 from megatron_hdp.planner.skyline import Placement
 from megatron_hdp.types import IntArray
 
@@ -64,6 +66,14 @@ def spread_locals(placed: Placement, times: list[int], num_ranks: int) -> Spread
         ranks.append(rank)
         turn_of.append(turn)
     return Spread(ranks, turn_of, max(loads) // num_ranks)
+
+
+def level_locals(placed: Placement, times: list[int], num_ranks: int, goal: int, spread: Spread) -> Spread:
+    """``spread`` with the ranks' ends brought down to ``goal`` picoseconds, as far as that can be."""
+    if spread.span <= goal:
+        return spread
+    rank, turn = spread.rank.copy(), spread.turn.copy()
+    return Spread(rank, turn, level_tails(placed, times, rank, turn, num_ranks, goal))
 
 
 def pack_falling(sizes: list[int], capacity: int) -> list[int]:
