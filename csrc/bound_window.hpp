@@ -48,8 +48,8 @@ class Window {
             passed.push_back(Wide{d} * (Wide{stages_} * (piece - times_.trim()) - spent) + rest);
         }
         Wide best = 0;
-        std::int64_t tuned = ranks;
-        for (int round = 0; round < rounds; ++round) {
+        std::int64_t low = ring, tuned = ranks, high = ranks;
+        while (low <= high) {
             set_prices(Wide{tuned} * capacity_);
             const Wide each = capacity_ * price_of_room(), taken = gained();
             Wide least = 0;
@@ -66,14 +66,15 @@ class Window {
             if (found == tuned) {
                 break;
             }
-            tuned = found;
+            (found < tuned ? high : low) = found < tuned ? tuned - 1 : tuned + 1;
+            tuned = (low + high) / 2;
         }
         ++kinds_.back().count;
         return static_cast<std::int64_t>(best);
     }
 
   private:
-    static constexpr int price_bits = 16, rounds = 3;
+    static constexpr int price_bits = 16;
     static constexpr Wide largest_price = Wide{1} << 62;
 
     // Prices at which the longest fill the windows of micro-batches of `tokens` in all.

@@ -30,7 +30,8 @@ For any prices z', x', y' >= 0 of a token, what windows swallow is at most
     d C (mates z' + earlier x' + later y') + sum over k of max(0, W - z' h, W - WF - x' h, W - WB - y' h).
 
 It is linear in d, so one sum serves all d. The plan chooses d; the bound is the least over d. Prices are those at which
-the longest sequences fill the windows of a ring of some d; then again for the d that was the least.
+the longest sequences fill the windows of a ring of some d. The larger that d, the lower they are and the smaller is the
+d that is least, so halving the range finds prices for the d that is least with them.
 
 Constants of micro-batches: a column of s has P of j, which in 1F1B make up for those that its window swallows.
 Interleaved, it swallows at most (P - 1) + P + (P - 2) / V <= 3 (P - 1) of them: 2 (P - 1) are taken off.
@@ -44,8 +45,6 @@ PRICE_BITS = 16
 """Prices are in 2^-16 picoseconds per token."""
 LARGEST_PRICE = 1 << 62
 """Any price is valid; below this one, the C++ twin's products fit 128 bits."""
-ROUNDS = 3
-"""How often prices are set anew for the ring that was the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,8 @@ def window(
     spent = 0 if times.parts == 1 else 2 * (stages - 1) * constant
     widths = range(ring, times.ranks + 1)
     passed = [d * (stages * (int(times.exact(length, d, "total")) - times.trim) - spent) + rest for d in widths]
-    best, tuned = 0, times.ranks
-    for _ in range(ROUNDS):
+    best, low, tuned, high = 0, ring, times.ranks, times.ranks
+    while low <= high:
         prices = _prices(kinds, room, tuned * capacity)
         each = capacity * room.price(prices)
         taken = _taken(kinds, room, prices)
@@ -132,7 +131,8 @@ def window(
         found = ring + values.index(least)
         if found == tuned:
             break
-        tuned = found
+        low, high = (low, tuned - 1) if found < tuned else (tuned + 1, high)
+        tuned = (low + high) // 2
     return best
 
 
