@@ -48,7 +48,9 @@ class Ends:
 WAYS = tuple(Way(hill, level, tie) for hill in (True, False) for level in (60, 90) for tie in (0, 1))
 FLAT_WAYS = (Way(False, 100, 0), Way(False, 90, 2))
 """Without stages there is nothing to fill or drain."""
-OTHER_ENDS = tuple(Ends(ramp, lead) for ramp in (4, 5, 6, 0, 8) for lead in (384, 512, 576, 0, 128))
+RAMPS = (5, 6, 0, 8)
+LEADS = {True: (384, 576), False: (128, 384)}
+"""By whether the way is a hill."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ def plan_pp(
         trials = _rounds(task, *_halves(task, way), Ends(4, 512 if way.hill else 0), ROUNDS if rings else 1)
         best = min([*trials, *([best] if best else [])], key=_span)
     assert best is not None  # there is always a way
-    front, back = best.front, best.back
-    for other in OTHER_ENDS:
-        if best.span <= bound + bound // GOOD_ENOUGH:
-            break
-        best = min(best, *_rounds(task, front, back, other, ROUNDS if rings else 1, best.lost), key=_span)
+    for ramp in RAMPS:
+        best = _better(task, best, bound, Ends(ramp, best.end.lead))
+    for lead in LEADS[best.front.sequence.size > 0 or not rings]:
+        best = _better(task, best, bound, Ends(best.end.ramp, lead))
+    if rings and best.span > _enough(bound):
+        best = min(best, *_rounds(task, best.front, best.back, best.end, ROUNDS, best.lost), key=_span)
     return finish(best.candidate, task.locals, lengths.size)
 
 
@@ -127,10 +130,22 @@ class Trial:
     """Picoseconds that bubbles were expected to take from each rank, [num_ranks]."""
     found: IntArray
     """What they took."""
+    end: Ends
 
 
 def _span(trial: Trial) -> int:
     return trial.span
+
+
+def _enough(bound: int) -> int:
+    return bound + bound // GOOD_ENOUGH
+
+
+def _better(task: _Task, best: Trial, bound: int, end: Ends) -> Trial:
+    """The better of ``best`` and the same with other ends."""
+    if best.span <= _enough(bound):
+        return best
+    return min(best, _time(task, best.front, best.back, best.lost, end), key=_span)
 
 
 def _rounds(
@@ -157,7 +172,7 @@ def _time(task: _Task, front: Half, back: Half, lost: IntArray, end: Ends) -> Tr
     ended = ends(candidate, task.lengths, task.cost, task.layout)
     load = height.copy()
     np.add.at(load, rank, work)
-    return Trial(int(ended.max()), candidate, front, back, lost, ended - load)
+    return Trial(int(ended.max()), candidate, front, back, lost, ended - load, end)
 
 
 def _short(tokens: IntArray) -> int:
