@@ -40,7 +40,8 @@ CAPACITY = 8192
 LONGEST = 2 << 20
 LAYERS = 32
 RIVALS = ("naive", "bytescale", "pow2", "static-smallest")
-PIPELINES = ((4, 1), (8, 1), (4, 2), (8, 2))
+PIPELINES = ((4, 1, 1), (8, 1, 1), (4, 2, 1), (8, 2, 1), (1, 1, 8), (4, 1, 8))
+"""(stages, virtual stages, ranks that share experts)"""
 PIPELINE_RIVALS = ("bytescale", "pow2")
 
 
@@ -89,15 +90,18 @@ def cost_of(stages: int = 1) -> CostModel:
     return CostModel(load_profile("bytescale"), max(1, LAYERS // stages))
 
 
-def options_of(data: Data, num_ranks: int, algorithm: str, stages: int = 1, virtual: int = 1) -> PlanOptions:
+def options_of(
+    data: Data, num_ranks: int, algorithm: str, stages: int = 1, virtual: int = 1, experts: int = 1
+) -> PlanOptions:
     return PlanOptions(
         num_ranks=num_ranks,
         tokens_per_rank=CAPACITY,
         cost=cost_of(stages),
         algorithm=algorithm,
-        balance="pp" if stages > 1 else "dp",
+        balance="pp" if stages * experts > 1 else "dp",
         stages=stages,
         virtual_stages=virtual,
+        expert_group=experts,
         longest=min(data.context(num_ranks), data.longest),
     )
 
@@ -179,23 +183,25 @@ def efficiency(steps: list[PlannedStep]) -> str:
 
 
 def pipelines(data: list[Data], pools: list[int], tokens: int, batches: int) -> None:
-    print(f"\n### Pipelines: span / bound, {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches\n")
+    print(
+        f"\n### Pipelines and experts: span / bound, {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches\n"
+    )
     score = Score()
 
     def rows() -> Iterator[list[str]]:
-        for one, (stages, virtual), pool in itertools.product(data, PIPELINES, pools):
+        for one, layout, pool in itertools.product(data, PIPELINES, pools):
             lengths = [one.batch(tokens, one.context(pool), step) for step in range(batches)]
             spans, steps = [], []
             for name in ("hdp", *PIPELINE_RIVALS):
-                steps.append([plan_step(batch, options_of(one, pool, name, stages, virtual)) for batch in lengths])
+                steps.append([plan_step(batch, options_of(one, pool, name, *layout)) for batch in lengths])
                 spans.append(spread((1 / step.summary.efficiency for step in steps[-1]), max, 3))
                 if name != "hdp":
                     score.add(steps[0], steps[-1])
-            fewest = min(step.summary.microbatches_min for step in steps[0]) / stages
+            fewest = min(step.summary.microbatches_min for step in steps[0]) / layout[0]
             milliseconds = statistics.median(1e3 * step.seconds for step in steps[0])
-            yield [one.name, f"{stages} x {virtual}", f"{pool}", f"{fewest:.1f}", *spans, f"{milliseconds:.0f}"]
+            yield [one.name, " x ".join(map(str, layout)), f"{pool}", f"{fewest:.1f}", *spans, f"{milliseconds:.0f}"]
 
-    titles = ["data", "stages x parts", "ranks", "fewest micro-batches / stages", "hdp", *PIPELINE_RIVALS]
+    titles = ["data", "stages x parts x experts", "ranks", "fewest micro-batches / stages", "hdp", *PIPELINE_RIVALS]
     table([*titles, "median plan time of hdp, ms"], rows())
     score.show()
 

@@ -105,7 +105,7 @@ def _megatron_planner(options: "PlanOptions", checkout: Path | None) -> "Planner
             count_multiple=options.stages if interleaved else 1,
             equal_counts=options.balance == "pp",
         )
-        check(made, stages=options.stages, virtual_stages=options.virtual_stages, expert_group=options.expert_group)
+        check(made, **options.layout)
         return made
 
     return planner

@@ -75,15 +75,16 @@ def record_step(
     cost: CostModel | None = None,
     stages: int = 1,
     virtual_stages: int = 1,
+    expert_group: int = 1,
 ) -> StepRecord:
     """What ``rank`` knows of a step before it runs; ``seconds`` are those of planning and of reading.
 
-    ``cost``, ``stages`` and ``virtual_stages`` as for `summarize`.
+    ``cost`` and what the model is cut into as for `summarize`.
     """
     sent = traffic.bytes_by_rank(plan)
     return StepRecord(
         step=step,
-        summary=summarize(plan, cost, stages=stages, virtual_stages=virtual_stages),
+        summary=summarize(plan, cost, stages=stages, virtual_stages=virtual_stages, expert_group=expert_group),
         bytes_sent=int(sent.sum()),
         own_bytes_sent=int(sent[rank]),
         plan_seconds=seconds[0],

@@ -38,6 +38,11 @@ class PlanOptions:
     longest: int | None = None
     """Tokens of the longest sequence that may come in the run, for "static-smallest"; None: of each batch."""
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """What the model is cut into, as keywords."""
+        return {"stages": self.stages, "virtual_stages": self.virtual_stages, "expert_group": self.expert_group}
+
 
 @dataclass(frozen=True)
 class PlannedStep:
@@ -76,7 +81,7 @@ def plan_step(
         PlanError: the batch cannot be planned with these options.
     """
     planner = planner_of(options) if planner is None else planner
-    layout = {"stages": options.stages, "virtual_stages": options.virtual_stages}
+    layout = options.layout
     start = time.perf_counter()
     made = planner(lengths)
     seconds = time.perf_counter() - start
@@ -102,9 +107,7 @@ def planner_of(options: PlanOptions) -> Planner:
         algorithm=name,
         balance=options.balance,
         pad_multiple=options.cost.pad_multiple,
-        stages=options.stages,
-        virtual_stages=options.virtual_stages,
-        expert_group=options.expert_group,
+        **options.layout,
         cost=options.cost,
         offload=options.offload,
     )
@@ -121,7 +124,7 @@ def _plan_static_smallest(lengths: IntArray, options: PlanOptions) -> Plan:
         count_multiple=options.stages if options.virtual_stages > 1 else 1,
         longest=options.longest,
     )
-    check(made, stages=options.stages, virtual_stages=options.virtual_stages, expert_group=options.expert_group)
+    check(made, **options.layout)
     return made
 
 

@@ -9,7 +9,7 @@ from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.bound import Bound, lower_bound
 from megatron_hdp.planner.check import peers
 from megatron_hdp.planner.entry import default_cost
-from megatron_hdp.planner.span import ends_of_columns, microbatch_picoseconds
+from megatron_hdp.planner.span import microbatch_picoseconds, rank_ends
 from megatron_hdp.types import IntArray, Plan
 
 PICOSECOND = 1e-12
@@ -57,7 +57,14 @@ class PlanSummary:
         return max(self.bound_parts, key=self.bound_parts.__getitem__)
 
 
-def summarize(plan: Plan, cost: CostModel | None = None, *, stages: int = 1, virtual_stages: int = 1) -> PlanSummary:
+def summarize(
+    plan: Plan,
+    cost: CostModel | None = None,
+    *,
+    stages: int = 1,
+    virtual_stages: int = 1,
+    expert_group: int = 1,
+) -> PlanSummary:
     """Summary of a plan that passes `check`.
 
     Args:
@@ -65,6 +72,7 @@ def summarize(plan: Plan, cost: CostModel | None = None, *, stages: int = 1, vir
         cost: what pieces cost on one pipeline stage; `default_cost` when None.
         stages: pipeline stages of the run.
         virtual_stages: model parts per stage.
+        expert_group: consecutive ranks that share experts.
 
     Raises:
         PlanError: a sequence is longer than the cost model's integers allow.
@@ -77,8 +85,7 @@ def summarize(plan: Plan, cost: CostModel | None = None, *, stages: int = 1, vir
     per_rank = _sum_by_rank(plan, np.diff(_ahead(piece_tokens[plan.piece_sequence])[plan.microbatch_offsets]))
     forward, backward = microbatch_picoseconds(plan, cost)
     work = _sum_by_rank(plan, forward + backward)
-    columns = (plan.rank_offsets, plan.microbatch_offsets, plan.piece_sequence, plan.ring_size)
-    ends = ends_of_columns(*columns, forward, backward, stages, virtual_stages)
+    ends = rank_ends(plan, cost, stages, virtual_stages, expert_group)
     bound = bound_of(plan, cost, stages=stages, virtual_stages=virtual_stages)
     sizes, counts = np.unique(plan.ring_size, return_counts=True)
     return PlanSummary(

@@ -20,8 +20,8 @@ def test_small_run():
     assert len(rows) >= 6
     efficiencies = [float(efficiency) for _, efficiency in rows[:6]]
     assert all(90 < efficiency <= 100 for efficiency in efficiencies), efficiencies
-    spans = [float(span) for span in re.findall(r"^\| byted \| \d x \d \| 8 \| [\d.]+ \| ([\d.]+) ", out, re.M)]
-    assert len(spans) == 4
+    spans = [float(span) for span in re.findall(r"^\| byted \| \d x \d x \d \| 8 \| [\d.]+ \| ([\d.]+) ", out, re.M)]
+    assert len(spans) == 6
     assert all(1 <= span < 2 for span in spans)
     if core_backend() == "c++":
         assert out.count("| yes |") == 3

@@ -103,9 +103,9 @@ def test_plan_of_one_step(capsys, tmp_path, flags, algorithm, cost, options):
     assert written == expected
     assert out_file.read_text() == expected.to_json() + "\n"
     assert pieces_file.read_text() == to_pieces_json(expected) + "\n"
-    stages = {name: value for name, value in options.items() if "stages" in name}
-    check(written, **stages)
-    assert_printed(out, expected, summarize(expected, model, **stages))
+    layout = {name: value for name, value in options.items() if name in ("stages", "virtual_stages", "expert_group")}
+    check(written, **layout)
+    assert_printed(out, expected, summarize(expected, model, **layout))
     assert ("a pack's keys in one slice" in out) == (algorithm == "static")
 
 

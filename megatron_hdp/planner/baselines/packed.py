@@ -4,6 +4,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel, Tier
 from megatron_hdp.cost.model import Phase
+from megatron_hdp.planner.graph import tie_experts
 from megatron_hdp.planner.span import ends_of_columns, microbatch_picoseconds
 from megatron_hdp.types import IntArray, Plan
 
@@ -40,16 +41,12 @@ def _saved(lengths: IntArray, ring: int, tier: Tier, cost: CostModel) -> tuple[i
     return apart[0] - together[0], apart[1] - together[1]
 
 
-def packed_rank_ends(plan: Plan, cost: CostModel, stages: int = 1, virtual_stages: int = 1) -> IntArray:
+def packed_rank_ends(
+    plan: Plan, cost: CostModel, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1
+) -> IntArray:
     """`megatron_hdp.planner.span.rank_ends` with the costs of `packed_picoseconds`; int64 [num_ranks]."""
     forward, backward = packed_picoseconds(plan, cost)
-    return ends_of_columns(
-        plan.rank_offsets,
-        plan.microbatch_offsets,
-        plan.piece_sequence,
-        plan.ring_size,
-        forward,
-        backward,
-        stages,
-        virtual_stages,
-    )
+    columns = (plan.microbatch_offsets, plan.piece_sequence, plan.ring_size)
+    if expert_group > 1:
+        columns = tie_experts(plan.rank_offsets, *columns, expert_group)
+    return ends_of_columns(plan.rank_offsets, *columns, forward, backward, stages, virtual_stages)
