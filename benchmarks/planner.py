@@ -183,9 +183,10 @@ def efficiency(steps: list[PlannedStep]) -> str:
 
 
 def pipelines(data: list[Data], pools: list[int], tokens: int, batches: int) -> None:
-    print(
-        f"\n### Pipelines and experts: span / bound, {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches\n"
+    title = (
+        f"Pipelines and experts: span / bound, {format_size(tokens)} tokens a batch: mean (worst) of {batches} batches"
     )
+    print(f"\n### {title}\n")
     score = Score()
 
     def rows() -> Iterator[list[str]]:
@@ -288,8 +289,8 @@ def twin(data: list[Data], pool: int, tokens: int, repeats: int) -> None:
     table(["data", "C++, ms", "Python, ms", "ratio", "same plan"], rows)
 
 
-def megatron(data: list[Data], sizes: list[tuple[int, int]], checkout: Path | None, batches: int) -> None:
-    print(f"\n### Megatron-LM's own schedulers beside ours: the same batches, medians of {batches}\n")
+def megatron(data: list[Data], sizes: list[tuple[int, int, int]], checkout: Path | None) -> None:
+    print("\n### Megatron-LM's own schedulers beside ours, on the same batches\n")
     print("Installed: its search alone, without training. Checkout: with the start of its process.\n")
     from megatron_hdp.seams.scheduler import plan_megatron
 
@@ -298,13 +299,11 @@ def megatron(data: list[Data], sizes: list[tuple[int, int]], checkout: Path | No
     except SeamError as error:
         print(error)
         return
-    rows = []
-    for one in data:
-        for pool, tokens in sizes:
-            for system, folder in (("installed", None), ("checkout", checkout)):
-                if system == "checkout" and checkout is None:
-                    continue
-                rows.append(megatron_row(one, pool, tokens, system, batches, folder, plan_megatron))
+    systems = [("installed", None), *([("checkout", checkout)] if checkout is not None else [])]
+    rows = (
+        megatron_row(one, pool, tokens, system, batches, folder, plan_megatron)
+        for (pool, tokens, batches), one, (system, folder) in itertools.product(sizes, data, systems)
+    )
     titles = ["data", "ranks", "tokens", "system", "plan, ms", "ours, ms", "efficiency, %", "a pack in one slice, %"]
     table([*titles, "ours, %"], rows)
 
@@ -386,8 +385,8 @@ def main() -> None:
         growth(real, 64 if quick else 512, [m << 20 for m in millions], 1 if quick else 5)
         twin(real, 64 if quick else 512, (2 << 20) if quick else (32 << 20), 1 if quick else 5)
     if "megatron" in parts:
-        sizes = [(8, 1 << 20)] if quick else [(64, 8 << 20), (512, 32 << 20)]
-        megatron(real[:1] if quick else real, sizes, args.megatron_checkout, 1 if quick else 3)
+        most = [(8, 1 << 20, 1)] if quick else [(64, 8 << 20, 3), (512, 32 << 20, 1)]
+        megatron(real[:1] if quick else real, most, args.megatron_checkout)
     print(f"\n{machine()}")
 
 
