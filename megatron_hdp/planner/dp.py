@@ -17,7 +17,7 @@ try:
 except ImportError:  # a source tree without a compiler: the twin makes the same plan, slower
     _core = None  # type: ignore[assignment]
 
-MOST_PICOSECONDS = 1 << 56
+MOST_PICOSECONDS = 1 << 58
 """Bounds from here on are refused: schedules may end some times later, and sums of those must fit int64."""
 
 
@@ -42,7 +42,7 @@ def plan_dp(
         bound: lower bound on the span in picoseconds: what to aim at.
 
     Raises:
-        PlanError: a step would take most of a day, which the integers of the plan are not made for.
+        PlanError: a step would take days, which the integers of the plan are not made for.
         ValueError: rings do not fit the pool.
     """
     if bound >= MOST_PICOSECONDS:

@@ -263,8 +263,8 @@ def test_rings_in_another_order_are_refused():
 
 def test_a_step_of_days_is_refused():
     cost, one = CostModel(BYTESCALE, layers_per_stage=1), np.array([64])
-    with pytest.raises(PlanError, match=r"at least 40 hours, more than 20: check the units of profile bytescale"):
-        plan_dp(one, one // 64, one // 64, 1, 64, cost, 2 << 56)
+    with pytest.raises(PlanError, match=r"at least 160 hours, more than 80: check the units of profile bytescale"):
+        plan_dp(one, one // 64, one // 64, 1, 64, cost, 2 << 58)
 
 
 @settings(max_examples=100, deadline=None)
