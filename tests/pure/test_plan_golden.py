@@ -1,0 +1,39 @@
+"""The same batch gives the same plan, to the byte, on every platform, in every process, with and without C++."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import golden_plans
+import pytest
+
+GOLDEN = {
+    "hdp": "bb9c58ebed17b95e13a87fdfc515886f001607367f0aa2c53214823598af6b9a",
+    "static": "0918b51349b5f6ecccd6032359a8d050236d336f76125f2fe78373dca200a802",
+    "pipeline": "c40ff7333239c7815de795c422724abe67a07be6129f51678b73b5eb4a335b61",
+    "interleaved": "f1349ff85b41962ba914e75a1ee7f136b1613ada5bdbff294b246d2f1d5428e8",
+    "experts": "e655ab9905c88e81ea5c8fa95e4865bcdcf2323520829b8405637cc8614c43dc",
+}
+"""Name -> SHA-256. A change here is a change of algorithm, and belongs in its commit's message: run golden_plans.py."""
+
+
+def test_plans_have_not_changed_by_accident():
+    assert golden_plans.digests() == GOLDEN
+
+
+def test_the_batch_has_everything_in_it():
+    lengths = golden_plans.batch()
+    assert sum(length <= golden_plans.CAPACITY for length in lengths) > 100
+    assert sum(length > golden_plans.CAPACITY for length in lengths) > 50
+    assert max(lengths) > 16 * golden_plans.CAPACITY
+
+
+@pytest.mark.parametrize(("threads", "core"), [("1", "c++"), ("2", "c++"), ("1", "python")])
+def test_same_bytes_in_a_fresh_process(threads, core):
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+    arguments = [sys.executable, golden_plans.__file__, *(["no-core"] if core == "python" else [])]
+    done = subprocess.run(arguments, env=env, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"core": core, **GOLDEN}
