@@ -17,6 +17,8 @@ from megatron_hdp.planner.halves import Half, Rings, place_half, rings_of
 from megatron_hdp.planner.packs import Locals, make_packs, ramp_rooms, spread
 from megatron_hdp.types import IntArray
 
+LOW_FIRST = 0
+"""See `planner.coarse`."""
 ROUNDS = 3
 """How often local work is spread again for what bubbles took."""
 GOOD_ENOUGH = 64
@@ -27,12 +29,10 @@ GOOD_ENOUGH = 64
 class Way:
     """One way to place rings."""
 
-    hill: bool
-    """Rings in two halves, longest in the middle; else longest first."""
+    deal: str
+    """Which rings run in the front half, see `_deal`."""
     level: int
     """How high rings are stacked on the same ranks, % of the mean."""
-    tie: int
-    """See `planner.coarse`."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Ends:
     """Share of local packs that run ahead of the longest micro-batches, of 1024."""
 
 
-WAYS = tuple(Way(hill, level, tie) for hill in (True, False) for level in (60, 90) for tie in (0, 1))
-FLAT_WAYS = (Way(False, 100, 0), Way(False, 90, 2))
+WAYS = tuple(Way(deal, level) for deal in ("odd", "even", "none", "but 8", "top 2") for level in (60, 75, 90))
+FLAT_WAYS = (Way("none", 100), Way("none", 90))
 """Without stages there is nothing to fill or drain."""
+FIRST_ENDS = (Ends(4, 0), Ends(4, 512))
 RAMPS = (5, 6, 0, 8)
-LEADS = {True: (384, 576), False: (128, 384)}
-"""By whether the way is a hill."""
+LEADS = (0, 128, 384, 576)
+MOST_TRIED = 4
+"""Placements of rings for which local work is spread again."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,25 @@ def plan_pp(
     """Plan with rings in equal slots; a pure function of its arguments. See `planner.dp.plan_dp` for the others."""
     task = _read(lengths, smallest, widest, num_ranks, capacity, cost, layout)
     if layout.stages == 1:
-        found = [trial for way in FLAT_WAYS for trial in _rounds(task, *_halves(task, way), Ends(0, 0), 1)]
+        nothing = np.zeros(num_ranks, dtype=np.int64)
+        found = [_time(task, *_halves(task, way), nothing, Ends(0, 0)) for way in FLAT_WAYS]
         return finish(min(found, key=_span).candidate, task.locals, lengths.size)
     rings = task.rings.sequence.size > 0
-    best: Trial | None = None
+    nothing = np.zeros(num_ranks, dtype=np.int64)
+    found = []
     for way in WAYS if rings else WAYS[:1]:
-        trials = _rounds(task, *_halves(task, way), Ends(4, 512 if way.hill else 0), ROUNDS if rings else 1)
-        best = min([*trials, *([best] if best else [])], key=_span)
-    assert best is not None  # there is always a way
+        front, back = _halves(task, way)
+        found += [_time(task, front, back, nothing, end) for end in FIRST_ENDS]
+    found.sort(key=_span)
+    if rings:
+        found = [again for trial in found[:MOST_TRIED] for again in (trial, *_again(task, trial))]
+    best = min(found, key=_span)
     for ramp in RAMPS:
         best = _better(task, best, bound, Ends(ramp, best.end.lead))
-    for lead in LEADS[best.front.sequence.size > 0 or not rings]:
+    for lead in LEADS:
         best = _better(task, best, bound, Ends(best.end.ramp, lead))
     if rings and best.span > _enough(bound):
-        best = min(best, *_rounds(task, best.front, best.back, best.end, ROUNDS, best.lost), key=_span)
+        best = min(best, *_again(task, best), key=_span)
     return finish(best.candidate, task.locals, lengths.size)
 
 
@@ -148,15 +155,12 @@ def _better(task: _Task, best: Trial, bound: int, end: Ends) -> Trial:
     return min(best, _time(task, best.front, best.back, best.lost, end), key=_span)
 
 
-def _rounds(
-    task: _Task, front: Half, back: Half, end: Ends, rounds: int, lost: IntArray | None = None
-) -> Iterator[Trial]:
-    """Spread local work, time it, and spread it again for what bubbles took."""
-    lost = np.zeros(task.num_ranks, dtype=np.int64) if lost is None else lost
-    for _ in range(rounds):
-        trial = _time(task, front, back, lost, end)
+def _again(task: _Task, trial: Trial) -> Iterator[Trial]:
+    """The same with local work spread again for what bubbles took, round by round."""
+    for _ in range(ROUNDS):
+        lost = (trial.lost + trial.found) // 2 if np.any(trial.lost) else trial.found
+        trial = _time(task, trial.front, trial.back, lost, trial.end)
         yield trial
-        lost = (lost + trial.found) // 2 if np.any(lost) else trial.found
 
 
 def _time(task: _Task, front: Half, back: Half, lost: IntArray, end: Ends) -> Trial:
@@ -180,14 +184,34 @@ def _short(tokens: IntArray) -> int:
     return int(tokens[tokens.size * 9 // 10]) if tokens.size else 0
 
 
+def _deal(rings: IntArray, deal: str) -> tuple[IntArray, IntArray]:
+    """Rings, longest first, for the front and for the back half.
+
+    odd, even: every other one; none: all in the back half; but N: as even without the longest N, which are at the
+    back; top N: as odd, and the longest N in front.
+    """
+    if deal == "none":
+        return rings[:0], rings
+    if deal == "odd":
+        return rings[1::2], rings[0::2]
+    if deal == "even":
+        return rings[0::2], rings[1::2]
+    where, number = deal.split()
+    top, rest = rings[: int(number)], rings[int(number) :]
+    if where == "but":
+        return rest[0::2], np.concatenate([top, rest[1::2]])
+    return np.concatenate([top, rest[1::2]]), rest[0::2]
+
+
 def _halves(task: _Task, way: Way) -> tuple[Half, Half]:
     """Front and back rings with their places."""
-    every = np.arange(task.rings.sequence.size)
-    deal = (every[1::2], every[0::2]) if way.hill else (every[:0], every)
+    deal = _deal(np.arange(task.rings.sequence.size), way.deal)
     halves = [task.rings.take(part, task.cost) for part in deal]
     total = max(1, sum(half.work for half in halves))
     front, back = (
-        place_half(half, task.num_ranks, task.cost, max(1, task.mean * half.work // total * way.level // 100), way.tie)
+        place_half(
+            half, task.num_ranks, task.cost, max(1, task.mean * half.work // total * way.level // 100), LOW_FIRST
+        )
         for half in halves
     )
     return front, back
