@@ -20,12 +20,13 @@ namespace {
 struct Look {
     std::size_t most_coarse;
     Int coarse_share; // coarse rings last at least 1 / coarse_share of the bound, or take 1 / 8 of the pool
-    bool split;       // local sequences that would end after the bound get rings of two
+    bool split;       // local sequences that are too long or too many for the bound get rings
 };
 constexpr Look first_look{64, 16, false}, second_look{256, 64, true};
 constexpr Int coarse_width = 8;
 constexpr std::array<Int, 6> slack = {0, 4, 10, 20, 41, 82}; // of 1024, over the bound
 constexpr std::array<std::array<Int, 2>, 6> ways = {{{0, 20}, {2, 0}, {1, 20}, {0, 0}, {0, 102}, {2, 102}}};
+constexpr Int most_rounds = 8;           // local sequences a rank, up to which too many are looked for
 constexpr std::size_t most_finished = 3; // ways that are planned to their end
 constexpr std::size_t most_climbs = 64;  // other orders of up to as many coarse rings, fewer of more
 constexpr Int near = 512;                // 1 / 512 over the bound is good enough
@@ -107,25 +108,54 @@ void choose_coarse(const Cost &cost, Task &task, Int num_ranks, Int capacity, In
     }
 }
 
-// Move locals that would end after the bound, but sooner on two ranks, to the rings; locals are longest first.
-void split_locals(const Cost &cost, const Int64View &lengths, Int bound, Ints &locals,
-                  std::vector<std::tuple<Int, Int, Int>> &rings) {
-    std::size_t kept = 0;
-    for (std::size_t i = 0; i < locals.size(); ++i) {
-        const Int length = lengths(locals[i]), alone = cost.picoseconds(length, 1, inside_node);
-        if (alone <= bound) {
-            std::move(locals.begin() + static_cast<std::ptrdiff_t>(i), locals.end(),
-                      locals.begin() + static_cast<std::ptrdiff_t>(kept));
-            kept += locals.size() - i;
-            break;
-        }
-        if (best_time(cost, length, 2) < alone) {
-            rings.emplace_back(-2, -length, locals[i]);
-        } else {
-            locals[kept++] = locals[i];
+// The widest ring of 2, 4, 8, .. ranks of a node whose rank-time is at most 1 / 8 above that of one rank; 1 for none.
+Int cheap_ring(const Cost &cost, Int length, Int alone, Int num_ranks) {
+    Int size = 1;
+    for (Int twice = 2; twice <= std::min(num_ranks, cost.ranks_per_node); twice *= 2) {
+        if (twice * best_time(cost, length, twice) <= alone + alone / 8) {
+            size = twice;
         }
     }
-    locals.resize(kept);
+    return size;
+}
+
+// Locals, longest first, that ranks have no room for: a rank runs at most k that take more than 1 / (k + 1) of the bound.
+Int too_many(const Cost &cost, const Int64View &lengths, const Ints &locals, Int num_ranks, Int bound) {
+    Int most = 0;
+    for (Int k = 1; k <= most_rounds; ++k) {
+        const auto long_enough = [&](Int sequence) {
+            return (k + 1) * cost.picoseconds(lengths(sequence), 1, inside_node) > bound;
+        };
+        const auto end = std::partition_point(locals.begin(), locals.end(), long_enough);
+        most = std::max(most, static_cast<Int>(end - locals.begin()) - k * num_ranks);
+    }
+    return most;
+}
+
+// Move locals to the rings: those that would end after the bound, but sooner on two ranks, and the longest of those
+// that ranks have no room for. Locals come longest first.
+void split_locals(const Cost &cost, const Int64View &lengths, Int num_ranks, Int bound, Ints &locals,
+                  std::vector<std::tuple<Int, Int, Int>> &rings) {
+    const Int many = too_many(cost, lengths, locals, num_ranks, bound);
+    Ints kept;
+    for (Int i = 0; i < static_cast<Int>(locals.size()); ++i) {
+        const Int length = lengths(locals[i]), alone = cost.picoseconds(length, 1, inside_node);
+        Int size = 1;
+        if (alone > bound) {
+            size = best_time(cost, length, 2) < alone ? 2 : 1;
+        } else if (i < many) {
+            size = cheap_ring(cost, length, alone, num_ranks);
+        } else {
+            kept.insert(kept.end(), locals.begin() + i, locals.end());
+            break;
+        }
+        if (size > 1) {
+            rings.emplace_back(-size, -length, locals[i]);
+        } else {
+            kept.push_back(locals[i]);
+        }
+    }
+    locals.swap(kept);
 }
 
 Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest, const Int64View &widest, Int num_ranks,
@@ -142,7 +172,7 @@ Task read(const Cost &cost, const Int64View &lengths, const Int64View &smallest,
     }
     sort_longest_first(locals, lengths);
     if (look.split && num_ranks > 1) {
-        split_locals(cost, lengths, bound, locals, rings);
+        split_locals(cost, lengths, num_ranks, bound, locals, rings);
     }
     std::sort(rings.begin(), rings.end());
     for (const auto &[size, length, sequence] : rings) {

@@ -16,8 +16,9 @@ the one that ends first becomes the plan. A ring is a micro-batch of its own. It
 needs: widening up to the size that still hides its transfers costs next to nothing, and beyond that it is done only
 where the target cannot be met otherwise.
 
-A plan that ends more than 1/64 over the bound is worth a *second look*, with more coarse rings, and with rings of two
-for local sequences that last longer than the bound. The better plan is kept.
+A plan that ends more than 1/64 over the bound is worth a *second look*, with more coarse rings, and with rings for
+local sequences that are too long for the bound or too many: one more than there are ranks would double the step. The
+better plan is kept.
 
 Everything is list scheduling, whose order never lets rings wait for each other in a circle: on every rank they run in
 the order in which they were placed. All numbers are integers, so that every rank of a run finds the same plan.
@@ -44,7 +45,7 @@ class Look(NamedTuple):
     coarse_share: int
     """Coarse rings last at least 1 / coarse_share of the bound, or take 1 / COARSE_WIDTH of the pool."""
     split: bool
-    """Local sequences that would end after the bound get rings of two."""
+    """Local sequences that are too long or too many for the bound get rings."""
 
 
 FIRST_LOOK, SECOND_LOOK = Look(64, 16, False), Look(256, 64, True)
@@ -53,6 +54,8 @@ SLACK = (0, 4, 10, 20, 41, 82)
 """Targets over the bound, in 1/1024 of it."""
 WAYS = ((0, 20), (2, 0), (1, 20), (0, 0), (0, 102), (2, 102))
 """(tie, share) of `Trial`, tried for each target."""
+MOST_ROUNDS = 8
+"""Local sequences a rank, up to which too many are looked for."""
 MOST_FINISHED = 3
 """Ways that are planned to their end."""
 MOST_CLIMBS = 64
@@ -156,9 +159,9 @@ def read(
 ) -> Task:
     """The three kinds of sequences: rings by smallest size and then length, locals by length, all falling."""
     if look.split and num_ranks > 1:
-        alone = cost.picoseconds(lengths, 1, int(Tier.INSIDE_NODE))
-        shared = best_picoseconds(cost, lengths, np.full_like(lengths, 2))
-        smallest = np.where((smallest == 1) & (alone > bound) & (shared < alone), 2, smallest)
+        smallest = smallest.copy()
+        for sequence, size in _split_locals(lengths, smallest, num_ranks, cost, bound):
+            smallest[sequence] = size
         widest = np.maximum(smallest, widest)
     rings = np.flatnonzero(smallest > 1)
     rings = rings[np.lexsort((-lengths[rings], -smallest[rings]))]
@@ -166,6 +169,35 @@ def read(
     coarse, fine = choose_coarse(*own, num_ranks, capacity, cost, bound, look)
     local = _locals(np.flatnonzero(smallest <= 1), lengths, capacity, cost)
     return Task(rings, coarse, fine, local, sum(local.time.tolist()))
+
+
+def _split_locals(
+    lengths: IntArray, smallest: IntArray, num_ranks: int, cost: CostModel, bound: int
+) -> Iterator[tuple[int, int]]:
+    """(sequence, size) of local sequences that get rings.
+
+    Those that would end after the bound, but sooner on two ranks; and of those that ranks have no room for, because a
+    rank runs at most k that take more than 1 / (k + 1) of the bound, the longest.
+    """
+    local = np.flatnonzero(smallest <= 1)
+    local = local[np.argsort(-lengths[local], kind="stable")]
+    alone = cost.picoseconds(lengths[local], 1, int(Tier.INSIDE_NODE))
+    many = max(int(np.count_nonzero((k + 1) * alone > bound)) - k * num_ranks for k in range(1, MOST_ROUNDS + 1))
+    for i in range(max(many, int(np.count_nonzero(alone > bound)))):
+        length, time = lengths[local[i]], int(alone[i])
+        if time <= bound:
+            size = _cheap_ring(length, time, num_ranks, cost)
+        else:
+            size = 2 if int(best_picoseconds(cost, length, np.array(2))) < time else 1
+        if size > 1:
+            yield int(local[i]), size
+
+
+def _cheap_ring(length: IntArray, alone: int, num_ranks: int, cost: CostModel) -> int:
+    """The widest ring of 2, 4, 8, .. ranks of a node whose rank-time is at most 1 / 8 above that of one rank, or 1."""
+    sizes = [1 << i for i in range(1, min(num_ranks, cost.ranks_per_node).bit_length())]
+    cheap = [size for size in sizes if size * int(best_picoseconds(cost, length, np.array(size))) <= alone + alone // 8]
+    return max(cheap, default=1)
 
 
 def choose_coarse(

@@ -205,6 +205,19 @@ def test_a_second_look_gives_long_locals_rings_of_two():
         assert_same(case)
 
 
+@pytest.mark.parametrize("number", [33, 40, 70])
+def test_more_equal_sequences_than_ranks_do_not_take_a_round_more(number):
+    lengths, num_ranks, capacity = np.full(number, 8192, dtype=np.int64), 32, 8192
+    cost = CostModel(BYTESCALE, layers_per_stage=32)
+    bound = lower_bound(lengths, num_ranks, capacity, cost).picoseconds
+    case = Case(lengths, np.ones_like(lengths), num_ranks, capacity, cost, bound)
+    assert_valid(case)
+    rounds = -(-number // num_ranks)
+    assert case.twin()[1] < rounds * int(cost.picoseconds(8192, 1, 0)) - bound // 5
+    if core_backend() == "c++":
+        assert_same(case)
+
+
 @compiled
 @pytest.mark.parametrize("seed", range(4))
 def test_rank_time_may_leave_int64(seed):
