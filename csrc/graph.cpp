@@ -1,6 +1,7 @@
 // Longest paths over rings as rendezvous; twins: megatron_hdp/planner/graph.py and schedule.py.
 
 #include "graph.hpp"
+#include "schedule.hpp"
 
 #include <algorithm>
 
@@ -9,38 +10,12 @@ namespace {
 using std::int32_t;
 using std::int64_t;
 
-constexpr int FORWARD = 0;
-
 int32_t root_of(std::vector<int32_t> &parent, int32_t x) {
     while (parent[x] != x) {
         parent[x] = parent[parent[x]];
         x = parent[x];
     }
     return x;
-}
-
-struct Position {
-    int phase;
-    int64_t k; // the k-th op of its phase
-};
-
-// What a stage runs at position p, 0 .. 2 total - 1, when `ahead` forward ops come before its first pair.
-Position position(int64_t p, int64_t ahead, int64_t total) {
-    if (p < ahead) {
-        return {FORWARD, p};
-    }
-    if (p >= 2 * total - ahead) {
-        return {1, p - total};
-    }
-    const int64_t paired = p - ahead;
-    return paired % 2 == 0 ? Position{FORWARD, ahead + paired / 2} : Position{1, paired / 2};
-}
-
-int64_t warmup(int64_t count, int64_t stage, int64_t stages, int64_t virtual_stages) {
-    if (virtual_stages == 1) {
-        return std::min(stages - stage - 1, count);
-    }
-    return std::min(2 * (stages - stage - 1) + (virtual_stages - 1) * stages, count * virtual_stages);
 }
 
 // One run of the pipeline's graph. Node (g * places + place) * 2 + phase; the part `place` lies on stage place % stages.

@@ -4,6 +4,7 @@
 #include "arrays.hpp"
 
 void bind_bound(nb::module_ &module);
+void bind_candidate(nb::module_ &module);
 void bind_check(nb::module_ &module);
 void bind_cost(nb::module_ &module);
 void bind_packing(nb::module_ &module);
@@ -14,6 +15,7 @@ void bind_span(nb::module_ &module);
 NB_MODULE(_core, module) {
     module.doc() = "Planner core in C++; the twins in megatron_hdp.planner give the same results without it.";
     bind_bound(module);
+    bind_candidate(module);
     bind_check(module);
     bind_cost(module);
     bind_packing(module);

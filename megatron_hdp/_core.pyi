@@ -69,3 +69,23 @@ def place_rings(
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]: ...
 def spread(work: IntArray, loads: IntArray) -> IntArray: ...
 def pack_ranks(rank: IntArray, size: IntArray, num_ranks: int, capacity: int, rooms: IntArray) -> IntArray: ...
+def candidate_times(
+    arguments: IntArray,
+    front_rings: IntArray,
+    front_ranks: IntArray,
+    back_rings: IntArray,
+    back_ranks: IntArray,
+    locals: IntArray,
+    lost: IntArray,
+    capacity: int,
+    stages: int,
+    virtual_stages: int,
+    expert_group: int,
+    rooms: IntArray,
+    room_offsets: IntArray,
+    leads: IntArray,
+    enough: int,
+) -> tuple[IntArray, IntArray]: ...
+def stack_rings(
+    start: IntArray, size: IntArray, end: IntArray, num_ranks: int
+) -> tuple[IntArray, IntArray, IntArray]: ...

@@ -69,7 +69,8 @@ def _deal(front: Half, packs: Packs, lead: int) -> np.ndarray[tuple[int], np.dty
     total = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(total, packs.rank, time)
     gap = np.minimum(front.height.max() - front.height, total)
-    need = gap + (total - gap) * lead // 1024
+    rest = total - gap
+    need = gap + rest // 1024 * lead + rest % 1024 * lead // 1024  # rest * lead may leave int64
     order = np.lexsort((np.arange(time.size), -time, packs.rank))
     in_front = np.zeros(time.size, dtype=np.bool_)
     needs, totals = need.tolist(), total.tolist()

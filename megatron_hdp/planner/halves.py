@@ -64,20 +64,42 @@ class Half:
 
 def place_half(rings: Rings, num_ranks: int, cost: CostModel, target: int, tie: int) -> Half:
     """Place one half's rings; all should end by ``target`` picoseconds. ``tie``: see `planner.coarse`."""
-    depth, height = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     if not rings.sequence.size:
-        empty = np.zeros(0, dtype=np.int64)
-        return Half(empty, empty, empty, empty, depth, height)
+        empty, zeros = np.zeros(0, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+        return Half(empty, empty, empty, empty, zeros, zeros)
     arguments = (rings.length, rings.smallest, rings.widest, num_ranks)
     if _core is None:
         placed = place_rings_python(*arguments, cost, MOST_COARSE, target, tie, SHARE)
     else:
         placed = _core.place_rings(*arguments, core_arguments(cost), MOST_COARSE, target, tie, SHARE)
     ring, start, size, begin, time = placed
-    row = np.empty_like(ring)
-    for i, (first, ranks, end) in enumerate(zip(start.tolist(), size.tolist(), (begin + time).tolist(), strict=True)):
+    row, depth, height = stack_rings(start, size, begin + time, num_ranks)
+    return Half(rings.sequence[ring], start, size, row, depth, height)
+
+
+def stack_rings(start: IntArray, size: IntArray, end: IntArray, num_ranks: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Rows of rings: each is above all rows that its ranks have.
+
+    Args:
+        start: first rank of each ring, int64 [num_rings].
+        size: its ranks, int64 [num_rings].
+        end: when it ends, int64 [num_rings].
+        num_ranks: ranks of the pool.
+
+    Returns:
+        row of each ring; rows that each rank reaches, and when its last ring ends, int64 [num_ranks].
+    """
+    return (stack_rings_python if _core is None else _core.stack_rings)(start, size, end, num_ranks)
+
+
+def stack_rings_python(
+    start: IntArray, size: IntArray, end: IntArray, num_ranks: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Twin of the C++ `stack_rings`."""
+    row, depth, height = np.empty_like(start), np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    for i, (first, ranks, time) in enumerate(zip(start.tolist(), size.tolist(), end.tolist(), strict=True)):
         members = slice(first, first + ranks)
         row[i] = depth[members].max()
         depth[members] = row[i] + 1
-        height[members] = end
-    return Half(rings.sequence[ring], start, size, row, depth, height)
+        height[members] = time
+    return row, depth, height

@@ -9,6 +9,7 @@ from megatron_hdp.mixes import mix_batches, parse_mix
 from megatron_hdp.planner import plan
 from megatron_hdp.planner.baselines import BASELINES
 from megatron_hdp.planner.bound import lower_bound
+from megatron_hdp.planner.candidate_times import candidate_times
 from megatron_hdp.planner.check import check
 from megatron_hdp.planner.columns import Layout
 from megatron_hdp.planner.dp import widest_rings
@@ -54,14 +55,12 @@ def test_time_that_was_promised_is_the_evaluators(monkeypatch):
     smallest = -(-lengths // 8192)
     promised = []
 
-    def note(candidate, *rest):
-        from megatron_hdp.planner.candidate import ends
-
-        found = ends(candidate, *rest)
-        promised.append(int(found.max()))
+    def note(*arguments):
+        found = candidate_times(*arguments)
+        promised.extend(span for span, _ in found)
         return found
 
-    monkeypatch.setattr("megatron_hdp.planner.pp.ends", note)
+    monkeypatch.setattr("megatron_hdp.planner.pp.candidate_times", note)
     widest = widest_rings(cost(4), lengths, smallest, 16)
     columns = plan_pp(lengths, smallest, widest, 16, 8192, cost(4), 1, layout)
     result = Plan(
