@@ -5,20 +5,25 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_hdp.cost import CostModel, load_profile
 from megatron_hdp.errors import ConfigError, PlanError
 from megatron_hdp.planner.baselines import BASELINES
 from megatron_hdp.planner.bound import lower_bound
 from megatron_hdp.planner.check import check
-from megatron_hdp.planner.columns import Layout
+from megatron_hdp.planner.columns import Columns, Layout
 from megatron_hdp.planner.dp import plan_dp, widest_rings
 from megatron_hdp.planner.pp import plan_pp
+from megatron_hdp.planner.span import rank_ends
 from megatron_hdp.planner.units import smallest_rings
+from megatron_hdp.planner.waves import best_waves, powers_of_two
 from megatron_hdp.types import IntArray, Plan
 
 ALGORITHMS = ("hdp", *BASELINES)
 BALANCES = ("dp", "pp")
+WAVES_FROM = 32
+"""Waves are tried where a pipeline's plan is more than 1 / WAVES_FROM over the bound."""
 MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
 
@@ -107,11 +112,45 @@ def _plan_hdp(
         columns = plan_dp(lengths, smallest, widest, num_ranks, capacity, cost, bound)
     else:
         columns = plan_pp(lengths, smallest, widest, num_ranks, capacity, cost, bound, layout)
+    planned = _as_plan(columns, lengths, num_ranks, capacity, cost.pad_multiple, leaves)
+    return planned if balance == "dp" else _or_waves(planned, cost, layout, bound)
+
+
+def _or_waves(planned: Plan, cost: CostModel, layout: Layout, bound: int) -> Plan:
+    """The better of a pipeline's plan and waves, if there is something to gain."""
+
+    def span(plan: Plan) -> int:
+        return int(rank_ends(plan, cost, layout.stages, layout.virtual_stages, layout.expert_group).max())
+
+    best = span(planned)
+    if best <= bound + bound // WAVES_FROM or not np.any(planned.ring_size > 1):
+        return planned
+    waves = best_waves(
+        planned.lengths,
+        planned.num_ranks,
+        planned.capacity,
+        cost,
+        powers_of_two(planned.num_ranks),
+        span,
+        layout.count_multiple,
+    )
+    return waves if span(waves) < best else planned
+
+
+def _as_plan(
+    columns: Columns,
+    lengths: IntArray,
+    num_ranks: int,
+    capacity: int,
+    pad_multiple: int,
+    leaves: npt.NDArray[np.float64],
+) -> Plan:
+    """``leaves``: share of the activations that leaves if the smallest ring is used, [num_sequences]."""
     kept = columns.ring_size >= -(-lengths // capacity)  # a ring that turned out wide enough to keep everything
     return Plan(
         num_ranks=num_ranks,
         capacity=capacity,
-        pad_multiple=cost.pad_multiple,
+        pad_multiple=pad_multiple,
         lengths=lengths,
         offload=np.where(kept, 0.0, leaves),
         **columns._asdict(),

@@ -74,13 +74,16 @@ def test_time_that_was_promised_is_the_evaluators(monkeypatch):
     assert int(rank_ends(result, cost(4), 4).max()) == min(promised)
 
 
+@pytest.mark.parametrize("layout", [(4, 1, 1), (4, 2, 1), (1, 1, 8), (1, 1, 32), (2, 1, 4)])
 @pytest.mark.parametrize("name", ["github", "byted"])
-def test_shorter_than_every_baseline(name):
-    lengths = batch(name, 32)
-    ours = int(rank_ends(plan(lengths, 32, 8192, balance="pp", stages=4, cost=cost(4)), cost(4), 4).max())
-    for algorithm in sorted(set(BASELINES) - {"static"}):
-        other = plan(lengths, 32, 8192, balance="pp", stages=4, cost=cost(4), algorithm=algorithm)
-        assert ours <= int(rank_ends(other, cost(4), 4).max()), algorithm
+def test_not_longer_than_any_baseline(name, layout):
+    lengths, (stages, virtual_stages, expert_group) = batch(name, 32), layout
+    settings = {"stages": stages, "virtual_stages": virtual_stages, "expert_group": expert_group}
+    spans = {}
+    for algorithm in ["hdp", *sorted(set(BASELINES) - {"static"})]:
+        result = plan(lengths, 32, 8192, balance="pp", cost=cost(stages), algorithm=algorithm, **settings)
+        spans[algorithm] = int(rank_ends(result, cost(stages), **settings).max())
+    assert spans["hdp"] == min(spans.values()), spans
 
 
 def test_near_the_bound_where_lengths_are_alike():
