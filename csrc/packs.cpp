@@ -41,6 +41,24 @@ Ints spread_by_keys(const Int *work, std::size_t count, const Ints &loads, int b
     return ranks;
 }
 
+struct Bin {
+    Int room, number;
+    bool operator<(const Bin &other) const {
+        return room < other.room || (room == other.room && number < other.number);
+    }
+};
+
+// The first of sorted bins that has `room`; halving without branches, which nobody could guess.
+std::size_t first_with(const std::vector<Bin> &bins, Int room) {
+    std::size_t at = 0;
+    for (std::size_t left = bins.size(); left > 0;) {
+        const std::size_t half = (left + 1) / 2;
+        at += bins[at + half - 1].room < room ? half : 0;
+        left -= half;
+    }
+    return at;
+}
+
 } // namespace
 
 Ints spread_work(const Int *work, std::size_t count, const Ints &loads) {
@@ -74,53 +92,50 @@ Ints spread_work(const Int *work, std::size_t count, const Ints &loads) {
 }
 
 Ints pack_bins(const Int *rank, const Int *size, std::size_t count, Int num_ranks, Int capacity, const Ints &rooms) {
-    struct Open { // bins of a rank into which some item of it may still fit
-        Ints room, bin;
-        Int number = 0; // bins, closed ones counted
-        Int total = 0, smallest = std::numeric_limits<Int>::max(); // of its items
+    struct Bins {
+        std::vector<Bin> open; // those that some item may still fit in, sorted
+        Int number = 0; // of all
+        Int total = 0, smallest = std::numeric_limits<Int>::max(); // of the rank's items
     };
+    std::vector<Bins> bins(static_cast<std::size_t>(num_ranks));
+    for (std::size_t item = 0; item < count; ++item) {
+        Bins &own = bins[rank[item]];
+        own.total += size[item];
+        own.smallest = std::min(own.smallest, size[item]);
+    }
     Int all_rooms = 0;
+    std::vector<Bin> first;
     for (const Int room : rooms) {
         all_rooms += room;
+        first.push_back({room, static_cast<Int>(first.size())});
     }
-    std::vector<Open> open(static_cast<std::size_t>(num_ranks));
+    std::sort(first.begin(), first.end());
+    for (Bins &own : bins) {
+        if (own.total >= all_rooms) {
+            own.open = first;
+            own.number = static_cast<Int>(first.size());
+        }
+    }
+    Ints result(count);
     for (std::size_t item = 0; item < count; ++item) {
-        Open &of = open[rank[item]];
-        of.total += size[item];
-        of.smallest = std::min(of.smallest, size[item]);
+        Bins &own = bins[rank[item]];
+        std::size_t at = first_with(own.open, size[item]);
+        if (at == own.open.size()) {
+            own.open.push_back({capacity, own.number++});
+        }
+        Bin bin = own.open[at];
+        result[item] = bin.number;
+        bin.room -= size[item];
+        if (bin.room < own.smallest) {
+            own.open.erase(own.open.begin() + static_cast<std::ptrdiff_t>(at));
+            continue;
+        }
+        for (; at > 0 && bin < own.open[at - 1]; --at) {
+            own.open[at] = own.open[at - 1];
+        }
+        own.open[at] = bin;
     }
-    for (Open &of : open) {
-        if (of.total >= all_rooms) {
-            of.room = rooms;
-            for (; of.number < static_cast<Int>(rooms.size()); ++of.number) {
-                of.bin.push_back(of.number);
-            }
-        }
-    }
-    Ints bins(count);
-    for (std::size_t item = 0; item < count; ++item) {
-        Open &of = open[rank[item]];
-        const Int *room = of.room.data();
-        const std::size_t number = of.room.size();
-        std::size_t best = number;
-        Key least = std::numeric_limits<Key>::max() / 2; // room that is left over; too little wraps to more than this
-        for (std::size_t b = 0; b < number; ++b) {
-            const Key left = static_cast<Key>(room[b]) - static_cast<Key>(size[item]);
-            best = left < least ? b : best;
-            least = left < least ? left : least;
-        }
-        if (best == number) {
-            of.room.push_back(capacity);
-            of.bin.push_back(of.number++);
-        }
-        bins[item] = of.bin[best];
-        of.room[best] -= size[item];
-        if (of.room[best] < of.smallest) {
-            of.room.erase(of.room.begin() + static_cast<std::ptrdiff_t>(best));
-            of.bin.erase(of.bin.begin() + static_cast<std::ptrdiff_t>(best));
-        }
-    }
-    return bins;
+    return result;
 }
 
 namespace {

@@ -125,7 +125,9 @@ def make_packs(
         return Packs(empty, empty, empty, empty)
     bins = pack_ranks(rank, locals_.tokens, num_ranks, capacity, rooms)
     width = int(bins.max()) + 1
-    keys, of = np.unique(rank * width + bins, return_inverse=True)
+    key = rank * width + bins
+    keys = np.flatnonzero(np.bincount(key))
+    of = np.searchsorted(keys, key)
     forward, backward = (np.full(keys.size, constant, dtype=np.int64) for constant in constants)
     np.add.at(forward, of, locals_.forward)
     np.add.at(backward, of, locals_.backward)

@@ -16,6 +16,7 @@ from megatron_hdp.planner.candidate_times import Ends, Pair, Task, build, candid
 from megatron_hdp.planner.columns import Columns, Layout
 from megatron_hdp.planner.halves import Rings, place_half, rings_of
 from megatron_hdp.planner.packs import Locals
+from megatron_hdp.planner.units import order_by
 from megatron_hdp.types import IntArray
 
 LOW_FIRST = 0
@@ -86,7 +87,7 @@ def _read(
     ring = np.flatnonzero(smallest > 1)
     ring = ring[np.lexsort((ring, -lengths[ring], -smallest[ring]))]
     local = np.flatnonzero(smallest == 1)
-    local = local[np.argsort(-lengths[local], kind="stable")]
+    local = local[order_by(-lengths[local], local)]
     forward, backward = (
         np.asarray(cost.picoseconds(lengths[local], 1, 0, phase), dtype=np.int64) for phase in ("forward", "backward")
     )

@@ -81,14 +81,14 @@ def arrange(units: Units, slots: IntArray, counts: IntArray) -> Columns:
     """The columns of the plan in which cell i of `cells` runs in ``slots[i]`` and rank r has ``counts[r]`` slots."""
     unit, rank = cells(units)
     rank_offsets = offsets(counts)
-    members = np.argsort(units.of, kind="stable")  # the sequences of unit 0, then those of unit 1, ...
+    members = order_by(units.of, np.arange(units.of.size))  # the sequences of unit 0, then those of unit 1, ...
     number = np.bincount(units.of, minlength=units.size.size)
     first = np.cumsum(number) - number
     pieces = number[unit]  # of every cell
     inside = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     sequence = members[np.repeat(first[unit], pieces) + inside]
     microbatch = np.repeat(rank_offsets[rank] + slots, pieces)
-    order = np.lexsort((sequence, microbatch))
+    order = order_by(microbatch, sequence)
     return Columns(
         ring_start=units.start[units.of],
         ring_size=units.size[units.of],
@@ -96,6 +96,14 @@ def arrange(units: Units, slots: IntArray, counts: IntArray) -> Columns:
         microbatch_offsets=offsets(np.bincount(microbatch, minlength=int(rank_offsets[-1]))),
         piece_sequence=sequence[order],
     )
+
+
+def order_by(first: IntArray, second: IntArray) -> IntArray:
+    """Indices that sort by ``first`` and then by ``second``; pairs differ, 0 <= second, and products fit int64.
+
+    One key sorts several times as fast as `numpy.lexsort`.
+    """
+    return np.argsort(first * (int(second.max(initial=0)) + 1) + second)
 
 
 def cells(units: Units) -> tuple[IntArray, IntArray]:
