@@ -22,8 +22,6 @@ from megatron_hdp.types import IntArray, Plan
 
 ALGORITHMS = ("hdp", *BASELINES)
 BALANCES = ("dp", "pp")
-WAVES_FROM = 32
-"""Waves are tried where a pipeline's plan is more than 1 / WAVES_FROM over the bound."""
 MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
 
@@ -113,28 +111,20 @@ def _plan_hdp(
     else:
         columns = plan_pp(lengths, smallest, widest, num_ranks, capacity, cost, bound, layout)
     planned = _as_plan(columns, lengths, num_ranks, capacity, cost.pad_multiple, leaves)
-    return planned if balance == "dp" else _or_waves(planned, cost, layout, bound)
+    return planned if balance == "dp" else _or_waves(planned, cost, layout)
 
 
-def _or_waves(planned: Plan, cost: CostModel, layout: Layout, bound: int) -> Plan:
-    """The better of a pipeline's plan and waves, if there is something to gain."""
-
-    def span(plan: Plan) -> int:
-        return int(rank_ends(plan, cost, layout.stages, layout.virtual_stages, layout.expert_group).max())
-
-    best = span(planned)
-    if best <= bound + bound // WAVES_FROM or not np.any(planned.ring_size > 1):
+def _or_waves(planned: Plan, cost: CostModel, layout: Layout) -> Plan:
+    """The better of a pipeline's plan and waves."""
+    if not np.any(planned.ring_size > 1):
         return planned
-    waves = best_waves(
-        planned.lengths,
-        planned.num_ranks,
-        planned.capacity,
-        cost,
-        powers_of_two(planned.num_ranks),
-        span,
-        layout.count_multiple,
-    )
-    return waves if span(waves) < best else planned
+    ranks = planned.num_ranks
+    ours = rank_ends(planned, cost, layout.stages, layout.virtual_stages, layout.expert_group)
+    span, columns = best_waves(planned.lengths, ranks, planned.capacity, cost, powers_of_two(ranks), layout)
+    if span >= int(ours.max()):
+        return planned
+    nothing = np.zeros(planned.lengths.size)
+    return _as_plan(columns, planned.lengths, ranks, planned.capacity, cost.pad_multiple, nothing)
 
 
 def _as_plan(

@@ -6,14 +6,17 @@ first wave with room, in aligned blocks. Packs of local sequences fill what is l
 """
 
 import heapq
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hdp.cost import CostModel
+from megatron_hdp.planner.columns import Columns, Layout
+from megatron_hdp.planner.graph import tie_experts
 from megatron_hdp.planner.packing import best_fit
-from megatron_hdp.planner.units import Units, unit_picoseconds, units_plan
-from megatron_hdp.types import IntArray, Plan, chunk_tokens
+from megatron_hdp.planner.span import ends_of_columns
+from megatron_hdp.planner.units import Units, arrange, cells, offsets
+from megatron_hdp.types import IntArray
 
 LIMITS = ((1, 1), (3, 4), (1, 2), (3, 8), (1, 4), (3, 16), (1, 8), (1, 16))
 """Fractions of the longest unit's time: rings are widened until no unit takes more, and the best fraction is used."""
@@ -25,16 +28,26 @@ def powers_of_two(num_ranks: int) -> IntArray:
     return np.unique(np.append(powers, num_ranks))
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """What stays the same whatever the rings' sizes."""
+
+    lengths: IntArray
+    rings: IntArray
+    """Sequences that need rings, [num_rings]."""
+    pack: IntArray
+    """Pack of each of the others, [num_locals]."""
+    locals: IntArray
+    forward: IntArray
+    """Picoseconds of every pack, [num_packs], like the next."""
+    backward: IntArray
+    num_ranks: int
+
+
 def best_waves(
-    lengths: IntArray,
-    num_ranks: int,
-    capacity: int,
-    cost: CostModel,
-    sizes: IntArray,
-    span: Callable[[Plan], int],
-    count_multiple: int = 1,
-) -> Plan:
-    """Of some limits of the longest rings, the plan with the least span. Counts are equal, slots of a ring too.
+    lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, sizes: IntArray, layout: Layout
+) -> tuple[int, Columns]:
+    """Of some limits of the longest rings, the least span and its plan. Counts are equal, slots of a ring too.
 
     Args:
         lengths: tokens of every sequence, int64 [num_sequences].
@@ -42,38 +55,71 @@ def best_waves(
         capacity: tokens that one rank holds in one micro-batch.
         cost: what units cost.
         sizes: sizes that rings may have, ascending from 1 to num_ranks.
-        span: what is to be least.
-        count_multiple: micro-batch counts are a multiple of this.
+        layout: what is timed; counts are a multiple as it demands.
     """
     smallest = np.searchsorted(sizes, -(-lengths // capacity))
-    rings = np.flatnonzero(smallest > 0)
-    times = np.stack([cost.picoseconds(lengths[rings], d, cost.tier(0, d)) for d in sizes.tolist()])
-    local = lengths[smallest == 0]
-    longest = [times[smallest[rings], np.arange(rings.size)], np.atleast_1d(cost.picoseconds(local, 1, 0))]
-    longest_time = int(np.concatenate(longest).max())
-    best: tuple[int, Plan] | None = None
+    batch = _read(lengths, smallest, num_ranks, capacity, cost)
+    long, width = lengths[batch.rings], smallest[batch.rings]
+    times = np.stack([cost.picoseconds(long, d, cost.tier(0, d)) for d in sizes.tolist()])
+    local_times = np.atleast_1d(cost.picoseconds(lengths[batch.locals], 1, 0))
+    longest = int(np.concatenate([times[width, np.arange(long.size)], local_times]).max())
+    best: tuple[int, Units] | None = None
     tried: set[bytes] = set()
     for numerator, denominator in LIMITS:
-        size = np.ones_like(lengths)
-        size[rings] = sizes[_widen(smallest[rings], times, longest_time * numerator // denominator)]
-        if size.tobytes() in tried:
-            continue
-        tried.add(size.tobytes())
-        units = _waves(lengths, size, num_ranks, capacity, cost)
-        plan = units_plan(
-            lengths,
-            num_ranks,
-            capacity,
-            cost.pad_multiple,
-            units,
-            equal_counts=True,
-            count_multiple=count_multiple,
-        )
-        found = span(plan)
-        if best is None or found < best[0]:
-            best = found, plan
+        size = sizes[_widen(width, times, longest * numerator // denominator)]
+        if size.tobytes() not in tried:
+            tried.add(size.tobytes())
+            units, span = _time(batch, size, cost, layout)
+            if best is None or span < best[0]:
+                best = span, units
     assert best is not None
-    return best[1]
+    span, units = best
+    unit, _ = cells(units)
+    return span, arrange(units, units.time[unit], _counts(units, num_ranks, layout))
+
+
+def _read(lengths: IntArray, smallest: IntArray, num_ranks: int, capacity: int, cost: CostModel) -> _Batch:
+    """Local sequences in packs, by best fit."""
+    short = np.flatnonzero(smallest == 0)
+    pack = best_fit(np.asarray(cost.piece_tokens(lengths[short], 1), dtype=np.int64), capacity)
+    times = []
+    for phase in ("forward", "backward"):
+        total = np.full(int(pack.max(initial=-1)) + 1, cost.microbatch_picoseconds(phase), dtype=np.int64)  # type: ignore[arg-type]
+        np.add.at(total, pack, cost.picoseconds(lengths[short], 1, 0, phase))  # type: ignore[arg-type]
+        times.append(total)
+    return _Batch(lengths, np.flatnonzero(smallest > 0), pack, short, times[0], times[1], num_ranks)
+
+
+def _time(batch: _Batch, size: IntArray, cost: CostModel, layout: Layout) -> tuple[Units, int]:
+    """Units whose times are their waves, and the span. ``size``: of every ring, [num_rings]."""
+    units = _waves(batch, size, cost)
+    num_packs, long = batch.forward.size, batch.lengths[batch.rings]
+    start = units.start[num_packs:]
+    unit, rank = cells(units)
+    counts = _counts(units, batch.num_ranks, layout)
+    rank_offsets = offsets(counts)
+    microbatch = rank_offsets[rank] + units.time[unit]
+    times = []
+    for phase, packs in (("forward", batch.forward), ("backward", batch.backward)):
+        constant = cost.microbatch_picoseconds(phase)  # type: ignore[arg-type]
+        rings = constant + cost.picoseconds(long, size, cost.tier(start, size), phase)  # type: ignore[arg-type]
+        time = np.full(int(rank_offsets[-1]), constant, dtype=np.int64)
+        time[microbatch] = np.concatenate([packs, rings])[unit]
+        times.append(time)
+    shared = np.flatnonzero(units.size[unit] > 1)
+    shared = shared[np.argsort(microbatch[shared], kind="stable")]
+    held = np.bincount(microbatch[shared], minlength=int(rank_offsets[-1]))
+    columns = (offsets(held), unit[shared], units.size)
+    if layout.expert_group > 1:
+        columns = tie_experts(rank_offsets, *columns, layout.expert_group)
+    ends = ends_of_columns(rank_offsets, *columns, times[0], times[1], layout.stages, layout.virtual_stages)
+    return units, int(ends.max())
+
+
+def _counts(units: Units, num_ranks: int, layout: Layout) -> IntArray:
+    """Equal counts: all waves, and what the layout demands."""
+    count = -(-(int(units.time.max()) + 1) // layout.count_multiple) * layout.count_multiple
+    return np.full(num_ranks, count, dtype=np.int64)
 
 
 def _widen(smallest: IntArray, times: IntArray, limit: int) -> IntArray:
@@ -92,30 +138,32 @@ def _widen(smallest: IntArray, times: IntArray, limit: int) -> IntArray:
         width = np.where(grows, wider, width)
 
 
-def _waves(lengths: IntArray, size: IntArray, num_ranks: int, capacity: int, cost: CostModel) -> Units:
-    """Rings heaviest first into the first wave with room, where ranks have the least work; then packs, balanced."""
-    long = np.flatnonzero(size > 1)
-    short = np.flatnonzero(size == 1)
-    pack = best_fit(2 * chunk_tokens(lengths[short], np.int64(1), cost.pad_multiple), capacity)
-    num_packs = int(pack.max(initial=-1)) + 1
-    of = np.empty(lengths.size, dtype=np.int64)
-    of[long], of[short] = num_packs + np.arange(long.size), pack
-    sizes = np.concatenate([np.ones(num_packs, dtype=np.int64), size[long]])
-    work = unit_picoseconds(cost, lengths, of, sizes)
+def _waves(batch: _Batch, size: IntArray, cost: CostModel) -> Units:
+    """Rings heaviest first into the first wave with room, where ranks have the least work; then packs, balanced.
+
+    Units are packs and then rings; their times are their waves.
+    """
+    num_packs, num_ranks = batch.forward.size, batch.num_ranks
+    of = np.empty(batch.lengths.size, dtype=np.int64)
+    of[batch.rings], of[batch.locals] = num_packs + np.arange(size.size), batch.pack
+    sizes = np.concatenate([np.ones(num_packs, dtype=np.int64), size])
+    long = batch.lengths[batch.rings]
+    ring_work = cost.microbatch_picoseconds() + cost.picoseconds(long, size, cost.tier(0, size))
+    work = np.concatenate([batch.forward + batch.backward, ring_work])
 
     start, wave = np.empty_like(sizes), np.empty_like(sizes)
     loads = np.zeros(num_ranks, dtype=np.int64)
-    free: list[np.typing.NDArray[np.bool_]] = []
-    rings = num_packs + np.lexsort((np.arange(long.size), -sizes[num_packs:], -work[num_packs:]))
+    free, used = _Free(num_ranks), 0
+    rings = num_packs + np.lexsort((np.arange(size.size), -size, -ring_work))
     for unit in rings.tolist():
-        start[unit], wave[unit] = _place(free, loads, int(sizes[unit]))
+        start[unit], wave[unit] = free.place(loads, int(sizes[unit]))
+        used = max(used, int(wave[unit]) + 1)
         ranks = slice(int(start[unit]), int(start[unit] + sizes[unit]))
         loads[ranks] = loads[ranks].max() + work[unit]
 
-    area = int(sizes.sum())
-    while len(free) * num_ranks < area:  # so many waves that each rank has a place for its packs
-        free.append(np.ones(num_ranks, dtype=bool))
-    places = [np.flatnonzero([w[rank] for w in free]).tolist() for rank in range(num_ranks)]
+    used = max(used, -(-int(sizes.sum()) // num_ranks))  # so many waves that each rank has a place for its packs
+    free.open(used)
+    places = [np.flatnonzero(free.ranks[:used, rank]).tolist() for rank in range(num_ranks)]
     heap = [(load, rank) for rank, load in enumerate(loads.tolist()) if places[rank]]
     heapq.heapify(heap)
     for unit in np.argsort(-work[:num_packs], kind="stable").tolist():
@@ -128,19 +176,35 @@ def _waves(lengths: IntArray, size: IntArray, num_ranks: int, capacity: int, cos
     return Units(of, start, sizes, wave)
 
 
-def _place(free: list[np.typing.NDArray[np.bool_]], loads: IntArray, size: int) -> tuple[int, int]:
-    """First rank and wave of a ring: the first wave with a free block, there the block with the least work; marks it.
+class _Free:
+    """Which ranks are free in which wave."""
 
-    Opens a wave if none has room.
-    """
-    blocks = loads.size // size
-    load = loads[: blocks * size].reshape(blocks, size).max(axis=1)
-    for wave in range(len(free) + 1):
-        if wave == len(free):
-            free.append(np.ones(loads.size, dtype=bool))
-        room = np.flatnonzero(free[wave][: blocks * size].reshape(blocks, size).all(axis=1))
-        if room.size:
-            block = int(room[np.argmin(load[room])])
-            free[wave][block * size : (block + 1) * size] = False
-            return block * size, wave
-    raise AssertionError("an empty wave has room for every ring")
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = np.ones((1, num_ranks), dtype=np.bool_)  # [waves, ranks]
+        self.first = 0
+        """Waves before this one are full."""
+
+    def open(self, waves: int) -> None:
+        """Open more waves, up to ``waves`` in all."""
+        more = waves - self.ranks.shape[0]
+        if more > 0:
+            self.ranks = np.concatenate([self.ranks, np.ones((more, self.ranks.shape[1]), dtype=np.bool_)])
+
+    def place(self, loads: IntArray, size: int) -> tuple[int, int]:
+        """First rank and wave of a ring: the first wave with a free block, there the block with the least work."""
+        blocks = loads.size // size
+        room = self.ranks[self.first :, : blocks * size].reshape(-1, blocks, size).all(axis=2)
+        found = np.flatnonzero(room.any(axis=1))
+        if not found.size:
+            waves = self.ranks.shape[0]
+            self.open(2 * waves)
+            wave, free = waves, np.arange(blocks)
+        else:
+            wave = self.first + int(found[0])
+            free = np.flatnonzero(room[found[0]])
+        load = loads[: blocks * size].reshape(blocks, size)[free].max(axis=1)
+        block = int(free[np.argmin(load)])
+        self.ranks[wave, block * size : (block + 1) * size] = False
+        while self.first < self.ranks.shape[0] - 1 and not self.ranks[self.first].any():
+            self.first += 1
+        return block * size, wave

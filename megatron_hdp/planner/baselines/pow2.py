@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.span import rank_ends
+from megatron_hdp.planner.columns import Layout
 from megatron_hdp.planner.waves import best_waves, powers_of_two
 from megatron_hdp.types import IntArray, Plan
 
@@ -30,7 +30,7 @@ def plan_pow2(
 ) -> Plan:
     """Waves of aligned rings of powers of two; of some widths of the longest rings, the one with the least span.
 
-    The span is that without pipeline stages.
+    The span is that without pipeline stages if ``count_multiple`` is 1, else of an interleaved schedule of that many.
 
     Args:
         lengths: tokens of every sequence, int64 [num_sequences].
@@ -54,12 +54,13 @@ def plan_pow2(
         )
     if cost.pad_multiple != pad_multiple:
         cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
-    return best_waves(
-        lengths,
-        num_ranks,
-        capacity,
-        cost,
-        powers_of_two(num_ranks),
-        lambda plan: int(rank_ends(plan, cost).max()),
-        count_multiple,
+    layout = Layout(count_multiple, 2) if count_multiple > 1 else Layout()
+    _, columns = best_waves(lengths, num_ranks, capacity, cost, powers_of_two(num_ranks), layout)
+    return Plan(
+        num_ranks=num_ranks,
+        capacity=capacity,
+        pad_multiple=pad_multiple,
+        lengths=lengths,
+        offload=np.zeros(lengths.size),
+        **columns._asdict(),
     )
