@@ -97,7 +97,7 @@ void choose_coarse(const Cost &cost, Task &task, Int num_ranks, Int capacity, In
     bool coarse = true;
     for (Choices &ring : task.rings) {
         const Int time = best_time(cost, ring.length, ring.smallest);
-        coarse = coarse && task.num_coarse < look.most_coarse && ring.length > capacity &&
+        coarse = coarse && task.num_coarse < look.most_coarse && (ring.length > capacity || ring.smallest > cost.ranks_per_node) &&
                  (Wide{time} * look.coarse_share >= bound || ring.smallest * coarse_width >= num_ranks);
         if (coarse) {
             set_times(cost, ring, num_ranks, bound);
@@ -124,7 +124,7 @@ Int too_many(const Cost &cost, const Int64View &lengths, const Ints &locals, Int
     Int most = 0;
     for (Int k = 1; k <= most_rounds; ++k) {
         const auto long_enough = [&](Int sequence) {
-            return (k + 1) * cost.picoseconds(lengths(sequence), 1, inside_node) > bound;
+            return (k + 1) * best_time(cost, lengths(sequence), 1) > bound;
         };
         const auto end = std::partition_point(locals.begin(), locals.end(), long_enough);
         most = std::max(most, static_cast<Int>(end - locals.begin()) - k * num_ranks);
@@ -139,7 +139,7 @@ void split_locals(const Cost &cost, const Int64View &lengths, Int num_ranks, Int
     const Int many = too_many(cost, lengths, locals, num_ranks, bound);
     Ints kept;
     for (Int i = 0; i < static_cast<Int>(locals.size()); ++i) {
-        const Int length = lengths(locals[i]), alone = cost.picoseconds(length, 1, inside_node);
+        const Int length = lengths(locals[i]), alone = best_time(cost, length, 1);
         Int size = 1;
         if (alone > bound) {
             size = best_time(cost, length, 2) < alone ? 2 : 1;

@@ -57,12 +57,13 @@ struct Coarse {
     Wide area = 0; // rank-time of rings and waiting
 };
 
-// Time of a ring of `size` ranks on the best links that it can have, and from rank `start`.
+// Time of a ring's micro-batch: `size` ranks on the best links that it can have, and from rank `start`.
 inline Int best_time(const Cost &cost, Int length, Int size) {
-    return cost.picoseconds(length, size, size > cost.ranks_per_node ? across_nodes : inside_node);
+    return cost.microbatch_picoseconds() +
+           cost.picoseconds(length, size, size > cost.ranks_per_node ? across_nodes : inside_node);
 }
 inline Int time_at(const Cost &cost, Int length, Int size, Int start) {
-    return cost.picoseconds(length, size, cost.tier(start, size));
+    return cost.microbatch_picoseconds() + cost.picoseconds(length, size, cost.tier(start, size));
 }
 
 void set_times(const Cost &cost, Choices &ring, Int num_ranks, Int target);

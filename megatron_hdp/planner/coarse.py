@@ -27,8 +27,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hdp.cost import CostModel, Tier
-from megatron_hdp.planner.skyline import Place, Placement, Segment, best_picoseconds, crosses, ragged_ranges
+from megatron_hdp.cost import CostModel
+from megatron_hdp.planner.skyline import (
+    Place,
+    Placement,
+    Segment,
+    best_picoseconds,
+    crosses,
+    crossing_picoseconds,
+    ragged_ranges,
+)
 from megatron_hdp.types import IntArray
 
 SCAN_SHARE = 32
@@ -86,7 +94,7 @@ def times_by_size(
         last[i] = sizes[np.argmin(best_picoseconds(cost, lengths[i], sizes))]  # the first, if several are fastest
     offsets, row, size = ragged_ranges(smallest, last)
     times = best_picoseconds(cost, lengths[row], size).tolist()
-    crossing = cost.picoseconds(lengths[row], size, int(Tier.ACROSS_NODES)).tolist()
+    crossing = crossing_picoseconds(cost, lengths[row], size).tolist()
     rings = []
     for i, begin in enumerate(offsets[:-1].tolist()):
         own = times[begin : int(offsets[i + 1])]

@@ -66,3 +66,28 @@ def widest_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_ran
         across = cost.widest_hiding_ring(long, 1, max_ring=num_ranks)
         widest[rings] = np.maximum(np.maximum(inside, across), smallest[rings])
     return widest
+
+
+def demanded_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_ranks: int, limit: int) -> IntArray:
+    """``smallest``, but rings for local sequences that would take longer than ``limit`` picoseconds on one rank.
+
+    They get the smallest ring that takes no longer, or, if there is none, the widest that hides its transfers.
+    """
+    constant = cost.microbatch_picoseconds()
+    result = smallest.copy()
+    local = np.flatnonzero(smallest == 1)
+    late = local[cost.picoseconds(lengths[local], 1, 0) + constant > limit]
+    if not late.size or num_ranks < 2:
+        return result
+    long = lengths[late]
+    high = widest_rings(cost, long, np.full_like(late, 2), num_ranks)
+    low = np.full_like(late, 2)
+    while np.any(low < high):  # time falls with the ring as far as transfers hide
+        middle = (low + high) // 2
+        tier = np.where(middle > cost.ranks_per_node, 1, 0)
+        good = cost.picoseconds(long, middle, tier) + constant <= limit
+        low, high = np.where(good, low, np.minimum(middle + 1, high)), np.where(good, middle, high)
+    tier = np.where(low > cost.ranks_per_node, 1, 0)
+    shorter = cost.picoseconds(long, low, tier) < cost.picoseconds(long, 1, 0)
+    result[late] = np.where(shorter, low, 1)
+    return result

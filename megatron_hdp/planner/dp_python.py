@@ -181,7 +181,7 @@ def _split_locals(
     """
     local = np.flatnonzero(smallest <= 1)
     local = local[np.argsort(-lengths[local], kind="stable")]
-    alone = cost.picoseconds(lengths[local], 1, int(Tier.INSIDE_NODE))
+    alone = best_picoseconds(cost, lengths[local], np.ones_like(local))
     many = max(int(np.count_nonzero((k + 1) * alone > bound)) - k * num_ranks for k in range(1, MOST_ROUNDS + 1))
     for i in range(max(many, int(np.count_nonzero(alone > bound)))):
         length, time = lengths[local[i]], int(alone[i])
@@ -217,7 +217,7 @@ def choose_coarse(
         times = best_picoseconds(cost, lengths[head], smallest[head]).tolist()
         for time, length, least in zip(times, lengths.tolist(), smallest.tolist()):
             short = time * look.coarse_share < bound and least * COARSE_WIDTH < num_ranks
-            if short or length <= capacity:  # those that one rank holds are short, and may be many
+            if short or (length <= capacity and least <= cost.ranks_per_node):  # those that one rank holds may be many
                 break
             number += 1
     return (

@@ -13,7 +13,7 @@ from megatron_hdp.planner.baselines import BASELINES
 from megatron_hdp.planner.bound import lower_bound
 from megatron_hdp.planner.check import check
 from megatron_hdp.planner.columns import Columns, Layout
-from megatron_hdp.planner.dp import plan_dp, widest_rings
+from megatron_hdp.planner.dp import demanded_rings, plan_dp, widest_rings
 from megatron_hdp.planner.pp import plan_pp
 from megatron_hdp.planner.span import rank_ends
 from megatron_hdp.planner.units import smallest_rings
@@ -94,9 +94,39 @@ def default_cost(stages: int = 1) -> CostModel:
 def _plan_hdp(
     lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, balance: str, layout: Layout, offload: bool
 ) -> Plan:
-    """Rings by what shortens the step, micro-batches by time."""
-    smallest, leaves = smallest_rings(lengths, num_ranks, capacity, cost.pad_multiple, cost, offload=offload)
-    widest = widest_rings(cost, lengths, smallest, num_ranks)
+    """Rings by what shortens the step, micro-batches by time. Offload only where the step is shorter with it."""
+
+    def span(plan: Plan) -> int:
+        return int(rank_ends(plan, cost, layout.stages, layout.virtual_stages, layout.expert_group).max())
+
+    def attempt(held: int, leave: bool) -> Plan:
+        return _plan_kept(lengths, num_ranks, capacity, held, cost, balance, layout, leave)
+
+    best = attempt(capacity, False)
+    if offload:
+        best = min(best, attempt(capacity, True), key=span)
+    held = capacity // 2 // cost.pad_multiple * cost.pad_multiple
+    while balance == "pp" and held > 0 and num_ranks * held >= int(lengths.max()):
+        # wider rings than memory asks make micro-batches more alike, and a pipeline waits for the longest
+        other = attempt(held, False)
+        if span(other) >= span(best):
+            break
+        best, held = other, held // 2 // cost.pad_multiple * cost.pad_multiple
+    return best
+
+
+def _plan_kept(
+    lengths: IntArray,
+    num_ranks: int,
+    capacity: int,
+    held: int,
+    cost: CostModel,
+    balance: str,
+    layout: Layout,
+    offload: bool,
+) -> Plan:
+    """The same with pieces of at most ``held`` tokens of the capacity, and offload wherever it is free, or without."""
+    smallest, leaves = smallest_rings(lengths, num_ranks, held, cost.pad_multiple, cost, offload=offload)
     bound = lower_bound(
         lengths,
         num_ranks,
@@ -106,10 +136,12 @@ def _plan_hdp(
         virtual_stages=layout.virtual_stages,
         offload=leaves if offload else None,
     ).picoseconds
+    smallest = demanded_rings(cost, lengths, smallest, num_ranks, bound // layout.stages)
+    widest = widest_rings(cost, lengths, smallest, num_ranks)
     if balance == "dp":
         columns = plan_dp(lengths, smallest, widest, num_ranks, capacity, cost, bound)
     else:
-        columns = plan_pp(lengths, smallest, widest, num_ranks, capacity, cost, bound, layout)
+        columns = plan_pp(lengths, smallest, widest, num_ranks, held, cost, bound, layout)
     planned = _as_plan(columns, lengths, num_ranks, capacity, cost.pad_multiple, leaves)
     return planned if balance == "dp" else _or_waves(planned, cost, layout)
 

@@ -17,9 +17,9 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from megatron_hdp.cost import CostModel, Tier
+from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.coarse import Coarse
-from megatron_hdp.planner.skyline import Place, best_picoseconds, crosses, ragged_ranges
+from megatron_hdp.planner.skyline import Place, best_picoseconds, crosses, crossing_picoseconds, ragged_ranges
 from megatron_hdp.types import IntArray
 
 BLOCK_TIMES = 1 << 15
@@ -46,7 +46,7 @@ class FineRings:
         if lengths.size:
             self._best = best_picoseconds(cost, lengths, smallest).tolist()
             self.work = sum(time * size for time, size in zip(self._best, self.smallest))
-            self._crossing = cost.picoseconds(lengths, smallest, int(Tier.ACROSS_NODES)).tolist()
+            self._crossing = crossing_picoseconds(cost, lengths, smallest).tolist()
         self._block = (np.cumsum(widest - smallest + 1) // BLOCK_TIMES).tolist()
         self._blocks: dict[int, tuple[int, list[int], list[int], list[int]]] = {}
 
@@ -79,7 +79,7 @@ class FineRings:
             offsets, row, size = ragged_ranges(low, high)
             lengths = self._lengths[first:end][row]
             falling = (-best_picoseconds(self._cost, lengths, size)).tolist()
-            crossing = self._cost.picoseconds(lengths, size, int(Tier.ACROSS_NODES)).tolist()
+            crossing = crossing_picoseconds(self._cost, lengths, size).tolist()
             self._blocks[block] = first, offsets.tolist(), falling, crossing
         first, begins, falling, crossing = self._blocks[block]
         return begins[ring - first], falling, crossing

@@ -50,7 +50,13 @@ class Placement:
 def best_picoseconds(cost: CostModel, lengths: IntArray, sizes: IntArray) -> IntArray:
     """Time of rings of ``sizes`` ranks on the best links that such rings can have; int64, broadcast."""
     tier: Any = np.where(sizes > cost.ranks_per_node, int(Tier.ACROSS_NODES), int(Tier.INSIDE_NODE))
-    return np.asarray(cost.picoseconds(lengths, sizes, tier), dtype=np.int64)
+    return np.asarray(cost.picoseconds(lengths, sizes, tier), dtype=np.int64) + cost.microbatch_picoseconds()
+
+
+def crossing_picoseconds(cost: CostModel, lengths: IntArray, sizes: IntArray) -> IntArray:
+    """The same for rings that cross nodes, int64 [num_rings]."""
+    time = cost.picoseconds(lengths, sizes, int(Tier.ACROSS_NODES))
+    return np.asarray(time, dtype=np.int64) + cost.microbatch_picoseconds()
 
 
 def crosses(start: int, size: int, ranks_per_node: int) -> bool:
