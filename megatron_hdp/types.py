@@ -29,6 +29,8 @@ IntArray = npt.NDArray[np.int64]
 PLAN_SCHEMA = 1
 """Version of the JSON that `Plan.to_json` writes."""
 
+_LARGEST = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Ring:
@@ -146,11 +148,18 @@ class Plan:
     piece_sequence: IntArray
 
     def __post_init__(self) -> None:
+        for name in self._scalars():
+            value = getattr(self, name)
+            if isinstance(value, np.integer):  # JSON knows no numbers of NumPy
+                object.__setattr__(self, name, int(value))
         for name in self._columns():
-            dtype = np.float64 if name == "offload" else np.int64
-            array = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            array = _own_column(name, getattr(self, name))
             array.setflags(write=False)
             object.__setattr__(self, name, array)  # freezing the columns is part of construction
+
+    @staticmethod
+    def _scalars() -> tuple[str, ...]:
+        return "num_ranks", "capacity", "pad_multiple"
 
     @staticmethod
     def _columns() -> tuple[str, ...]:
@@ -236,15 +245,93 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Inverse of `to_json`. Raises `PlanError` for another schema or missing fields."""
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("schema", None) != PLAN_SCHEMA:
+        """Inverse of `to_json`; spaces and the order of the fields do not matter. `planner.check` judges the plan.
+
+        Raises:
+            PlanError: not JSON, another schema, fields missing, unknown or twice, or a field that does not hold whole
+                numbers of 64 bits (offload: finite numbers).
+        """
+        data = _parse(text)
+        schema = data.pop("schema", None) if isinstance(data, dict) else None
+        if type(schema) is not int or schema != PLAN_SCHEMA:  # true and 1.0 equal 1
             raise PlanError(f"not a plan of schema {PLAN_SCHEMA}: write it again with this version")
+        wanted = {*cls._scalars(), *cls._columns()}
+        if data.keys() != wanted:
+            missing, unknown = sorted(wanted - data.keys()), [_shown(name) for name in sorted(data.keys() - wanted)]
+            raise PlanError(
+                f"plan JSON does not have the fields of schema {PLAN_SCHEMA}: missing {', '.join(missing) or 'none'}; "
+                f"unknown {', '.join(unknown) or 'none'}"
+            )
+        for name in cls._scalars():
+            _require_numbers(name, [data[name]], (int,))
+        for name in cls._columns():
+            if type(data[name]) is not list:
+                raise PlanError(f"plan JSON: {name} is {_shown(data[name])}, must be a list")
+            _require_numbers(name, data[name], (int, float) if name == "offload" else (int,))
+        return cls(**data)
+
+
+def _own_column(name: str, values: Any) -> npt.NDArray[Any]:
+    """A copy that nobody else can write: int64, or float64 without -0.0 (offload), in C order."""
+    kinds, words = ("iuf", "numbers") if name == "offload" else ("iu", "whole numbers of 64 bits")
+    try:
+        given = np.asarray(values)
+    except ValueError as error:
+        raise PlanError(f"columns: {name} must be a flat list of {words}: {error}") from error
+    if given.size and given.dtype.kind not in kinds:
+        raise PlanError(f"columns: {name} has values of type {given.dtype}, must be {words}")
+    if name == "offload":
+        # -0.0 + 0.0 is 0.0, so that equal plans have equal bytes
+        return np.array(given, dtype=np.float64, order="C") + 0.0
+    if given.size and int(given.max()) > _LARGEST:
+        raise PlanError(f"columns: {name} has the value {given.max()}, must be {words}, at most {_LARGEST}")
+    return np.array(given, dtype=np.int64, order="C")
+
+
+def _parse(text: str) -> Any:
+    """The JSON, or an error that says where it is none, or which field comes twice."""
+    try:
         try:
-            fields: dict[str, Any] = {name: np.asarray(v) if isinstance(v, list) else v for name, v in data.items()}
-            return cls(**fields)
-        except TypeError as error:
-            raise PlanError(f"plan JSON does not have the fields of schema {PLAN_SCHEMA}: {error}") from error
+            return json.loads(text, object_pairs_hook=_object)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan JSON cannot be read: {error}") from error
+        except PlanError:
+            raise
+        except ValueError:  # more digits than Python converts: cut them, so that the field can be named
+            return json.loads(text, object_pairs_hook=_object, parse_int=lambda digits: int(digits[:40]))
+    except RecursionError as error:
+        raise PlanError("plan JSON cannot be read: lists or objects inside each other too deep") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PlanError(f"plan JSON has the field {_shown(twice)} twice")
+    return result
+
+
+def _require_numbers(name: str, values: list[Any], kinds: tuple[type, ...]) -> None:
+    """Only numbers of these very types (a bool is no int), finite and within int64."""
+    if set(map(type, values)) <= set(kinds) and all(_is_bounded(v) for v in values):
+        return
+    where, value = next((i, v) for i, v in enumerate(values) if type(v) not in kinds or not _is_bounded(v))
+    words = "a whole number" if kinds == (int,) else "a finite number"
+    place = name if name in Plan._scalars() else f"value {where} of {name}"
+    raise PlanError(f"plan JSON: {place} is {_shown(value)}, must be {words} from -2^63 to 2^63 - 1")
+
+
+def _is_bounded(value: float) -> bool:
+    return -_LARGEST - 1 <= value <= _LARGEST  # false for NaN
+
+
+def _shown(value: Any) -> str:
+    """As JSON, cut to what a message can hold."""
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)} values"
+    text = json.dumps(value)
+    return text if len(text) <= 48 else f"{text[:44]} ..."
 
 
 def chunk_tokens(length: Any, ring_size: Any, pad_multiple: int) -> Any:

@@ -1,6 +1,7 @@
 """Rings, pieces and plans as data."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -91,3 +92,110 @@ def test_digest_sees_every_field(example, field):
 def test_foreign_json_is_refused(text):
     with pytest.raises(PlanError, match="schema 1"):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["{}", "1", "null", '{"schema": 2}'])
+def test_json_without_the_schema_is_refused(text):
+    with pytest.raises(PlanError, match="not a plan of schema 1"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("schema", ["true", "1.0", '"1"', "null", "[1]", "2"])
+def test_schema_must_be_the_integer_one(example, schema):
+    text = example.to_json().replace('"schema":1', f'"schema":{schema}')
+    with pytest.raises(PlanError, match="not a plan of schema 1"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\ufeff{}", "[" * 100000, '{"schema":' * 100000, "{'a': 1}", "{} {}"])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(PlanError, match="plan JSON cannot be read"):
+        Plan.from_json(text)
+
+
+def test_field_twice_is_named(example):
+    text = example.to_json()
+    with pytest.raises(PlanError, match='the field "capacity" twice'):
+        Plan.from_json(text[:-1] + ',"capacity":12}')
+
+
+def test_missing_and_unknown_fields_are_named(example):
+    data = json.loads(example.to_json())
+    data["color"] = data.pop("ring_size")
+    with pytest.raises(PlanError, match='missing ring_size; unknown "color"'):
+        Plan.from_json(json.dumps(data))
+
+
+NO_INTEGERS = ["true", "2.0", '"2"', "null", "[2]", "{}", "NaN", str(2**63), str(-(2**63) - 1), "9" * 5000]
+
+
+@pytest.mark.parametrize("name", ["num_ranks", "capacity", "pad_multiple"])
+@pytest.mark.parametrize("value", NO_INTEGERS)
+def test_scalar_that_is_no_integer_is_named(example, name, value):
+    text = example.to_json().replace(f'"{name}":{getattr(example, name)}', f'"{name}":{value}')
+    assert value in text
+    with pytest.raises(PlanError, match=f"plan JSON: {name} is .* whole number"):
+        Plan.from_json(text)
+
+
+COLUMNS = ["lengths", "ring_start", "ring_size", "rank_offsets", "microbatch_offsets", "piece_sequence"]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("value", NO_INTEGERS)
+def test_column_that_is_not_all_integers_is_named(example, name, value):
+    data = json.loads(example.to_json())
+    data[name][1] = "here"
+    with pytest.raises(PlanError, match=f"plan JSON: value 1 of {name} is .* whole number"):
+        Plan.from_json(json.dumps(data).replace('"here"', value))
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "offload"])
+@pytest.mark.parametrize("value", [3, None, "1", {}, True])
+def test_column_that_is_no_list_is_named(example, name, value):
+    with pytest.raises(PlanError, match=f"plan JSON: {name} is .* must be a list"):
+        Plan.from_json(json.dumps({**json.loads(example.to_json()), name: value}))
+
+
+@pytest.mark.parametrize("value", ["true", '"0"', "null", "[0.0]", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
+def test_offload_that_is_no_number_is_named(example, value):
+    data = json.loads(example.to_json())
+    data["offload"][2] = "here"
+    with pytest.raises(PlanError, match=r"plan JSON: value 2 of offload is .* finite number"):
+        Plan.from_json(json.dumps(data).replace('"here"', value))
+
+
+def test_there_is_no_minus_zero_in_a_plan(example):
+    minus = dataclasses.replace(example, offload=[-0.0] * example.num_sequences)
+    assert not np.signbit(minus.offload).any()
+    assert minus == example
+    assert minus.to_json() == example.to_json() == Plan.from_json(example.to_json().replace("0.0", "-0.0")).to_json()
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "offload"])
+def test_later_writes_of_the_caller_do_not_reach_the_plan(example, name):
+    base = getattr(example, name).copy()
+    made = dataclasses.replace(example, **{name: base})
+    view = dataclasses.replace(example, **{name: base[:]})
+    base[0] += 1  # still writable: the caller's array was not frozen
+    assert made == example
+    assert view == example
+    assert not np.shares_memory(getattr(made, name), base)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.5], [True], ["1"], [None], [2**63], [2**64], [[1], [1, 2]]])
+def test_integer_columns_are_not_rounded_or_wrapped(example, values):
+    with pytest.raises(PlanError, match=r"columns: lengths .* whole numbers of 64 bits"):
+        dataclasses.replace(example, lengths=values)
+
+
+@pytest.mark.parametrize("values", [["0"], [None], [True], [1j], [[0.0], [0.0, 0.0]]])
+def test_offload_column_holds_numbers(example, values):
+    with pytest.raises(PlanError, match=r"columns: offload .* numbers"):
+        dataclasses.replace(example, offload=values)
+
+
+def test_scalars_of_numpy_become_plain(example):
+    made = dataclasses.replace(example, num_ranks=np.int64(4), capacity=np.int32(12))
+    assert made == example
+    assert made.to_json() == example.to_json()
