@@ -18,6 +18,12 @@ MAX_PEERS = 4
 """Ranks that one rank exchanges data with, over a whole run."""
 
 
+LIMIT = 2**31
+"""Ranks, capacity, pad_multiple, lengths and the tokens of a batch are below this, so that no sum of them wraps."""
+
+MAX_MODEL_PARTS = 4096
+"""Most model parts (stages x virtual stages) of a pipeline: no model has so many layers."""
+
 _SOUND, _BROKEN, _UNDECIDED = 0, 1, 2
 """What the C++ check says. Undecided: a pipeline whose rings have different slots on their ranks; huge numbers."""
 
@@ -28,14 +34,16 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
     Args:
         plan: the plan.
         stages: pipeline stages. Counts may differ between ranks, and a ring's slots too, as long as no rank would wait
-            forever under 1F1B or the interleaved schedule.
+            forever under 1F1B or the interleaved schedule. At most `MAX_MODEL_PARTS` with all their model parts.
         virtual_stages: model parts per stage. With more than one, every rank's count must be a multiple of ``stages``,
             as Megatron's interleaved schedule demands.
         expert_group: ranks that exchange tokens between experts, consecutive; counts must be equal inside a group.
 
     Raises:
-        PlanError: names the broken invariant, rank, sequence and numbers.
+        PlanError: names the broken invariant, rank, sequence and numbers; or a setting that no run can have.
     """
+    _check_settings(stages, virtual_stages, expert_group)
+    _check_numbers(plan)
     verdict = _check_in_core(plan, stages, virtual_stages, expert_group)
     if verdict != _SOUND:
         check_python(plan, stages=stages, virtual_stages=virtual_stages, expert_group=expert_group)
@@ -44,12 +52,14 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
             "check: the C++ check refuses this plan and its Python twin does not, which is an error of this package: "
             "report it with the plan's JSON"
         )
-    if expert_group > 1:
+    if verdict == _SOUND and expert_group > 1:  # the C++ check does not look at this
         _check_experts(plan, stages, virtual_stages, expert_group)
 
 
 def check_python(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
-    """Twin of the C++ check, and the one that says what is wrong; see `check`."""
+    """Twin of the C++ check, and the one that says what is wrong; refuses exactly what `check` refuses."""
+    _check_settings(stages, virtual_stages, expert_group)
+    _check_numbers(plan)
     _check_columns(plan)
     microbatch = np.repeat(np.arange(plan.microbatch_offsets.size - 1), np.diff(plan.microbatch_offsets))
     rank_of = np.repeat(np.arange(plan.num_ranks), np.diff(plan.rank_offsets))
@@ -61,6 +71,8 @@ def check_python(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert
     _check_peers(plan)
     _check_counts(plan, stages, virtual_stages, expert_group)
     require_order(plan, stages, virtual_stages)
+    if expert_group > 1:
+        _check_experts(plan, stages, virtual_stages, expert_group)
 
 
 def _check_in_core(plan: Plan, stages: int, virtual_stages: int, expert_group: int) -> int:
@@ -125,6 +137,50 @@ def peers(plan: Plan) -> IntArray:
     return np.bincount(pairs // plan.num_ranks, minlength=plan.num_ranks)
 
 
+def _check_settings(stages: int, virtual_stages: int, expert_group: int) -> None:
+    """Whole numbers that a run can have; that expert groups divide the pool is for `_check_counts`."""
+    settings = (("stages", stages), ("virtual_stages", virtual_stages), ("expert_group", expert_group))
+    for name, value in settings:
+        most = LIMIT - 1 if name == "expert_group" else MAX_MODEL_PARTS
+        if not _is_whole(value) or not 1 <= value <= most:
+            raise PlanError(f"settings: {name} is {_shown(value)}, must be a whole number from 1 to {most}")
+    if virtual_stages > 1 and stages == 1:
+        raise PlanError(
+            f"settings: virtual_stages is {virtual_stages} with 1 pipeline stage: interleaving needs two or more stages"
+        )
+    if int(stages) * int(virtual_stages) > MAX_MODEL_PARTS:
+        raise PlanError(
+            f"settings: {stages} stages of {virtual_stages} virtual stages are {int(stages) * int(virtual_stages)} "
+            f"model parts, at most {MAX_MODEL_PARTS} may be"
+        )
+
+
+def _check_numbers(plan: Plan) -> None:
+    """Numbers so small that no sum or product of them wraps in int64, here or in C++."""
+    scalars = (("num_ranks", plan.num_ranks), ("capacity", plan.capacity), ("pad_multiple", plan.pad_multiple))
+    for name, value in scalars:
+        if not _is_whole(value) or not -LIMIT < value < LIMIT:
+            raise PlanError(f"columns: {name} is {_shown(value)}, must be a whole number below {LIMIT}")
+    lengths = plan.lengths.reshape(-1)
+    wrong = np.flatnonzero(lengths >= LIMIT)
+    if wrong.size:
+        raise PlanError(f"length: sequence {wrong[0]} has {lengths[wrong[0]]} tokens, must have fewer than {LIMIT}")
+    total = int(np.maximum(lengths, 0).sum())
+    if total >= LIMIT:
+        raise PlanError(f"length: the batch has {total} tokens, must have fewer than {LIMIT}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """For a message; Python writes no integers of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
+
+
 def _check_columns(plan: Plan) -> None:
     """Sizes, offsets and ranges: after this, indexing is safe."""
     if plan.num_ranks < 1 or plan.capacity < 1 or plan.pad_multiple < 2 or plan.pad_multiple % 2:
@@ -152,10 +208,11 @@ def _check_offsets(name: str, offsets: IntArray, num: int | None, total: int) ->
     """Offsets start at 0, never fall and end at the size of what they cut."""
     if offsets.ndim != 1 or offsets.size < 1 or (num is not None and offsets.size != num + 1):
         raise PlanError(f"columns: {name} has shape {list(offsets.shape)}, must be [{'?' if num is None else num + 1}]")
-    if offsets[0] != 0 or offsets[-1] != total or np.any(np.diff(offsets) < 0):
+    falls = bool(np.any(offsets[1:] < offsets[:-1]))  # a difference could wrap
+    if offsets[0] != 0 or offsets[-1] != total or falls:
         raise PlanError(
             f"columns: {name} must rise from 0 to {total}; it starts at {offsets[0]} and ends at {offsets[-1]}"
-            + (", and falls in between" if np.any(np.diff(offsets) < 0) else "")
+            + (", and falls in between" if falls else "")
         )
 
 

@@ -92,6 +92,74 @@ def test_broken_plan_is_refused_by_name(changes, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+BOTH = pytest.mark.parametrize("how", [check, check_python])
+HUGE = [pytest.param(10**5000, id="10^5000"), pytest.param(-(10**5000), id="-10^5000")]
+
+
+def one_rank(num: int, **changes) -> Plan:
+    """``num`` sequences in the one micro-batch of one rank."""
+    return make(1, [(0, 1)] * num, [[list(range(num))]], **changes)
+
+
+@BOTH
+def test_sums_that_would_wrap_are_refused(how):
+    with pytest.raises(PlanError, match=rf"sequence 0 has {2**61} tokens, must have fewer than {2**31}"):
+        how(one_rank(8, lengths=[2**61] * 8, capacity=8))
+    with pytest.raises(PlanError, match=rf"capacity is {2**63 - 1}, must be a whole number below {2**31}"):
+        how(one_rank(1, lengths=[10], pad_multiple=2**62, capacity=2**63 - 1))
+    with pytest.raises(PlanError, match=rf"pad_multiple is {2**62}, must be a whole number below {2**31}"):
+        how(one_rank(1, lengths=[10], pad_multiple=2**62))
+    with pytest.raises(PlanError, match=rf"the batch has {2**31} tokens, must have fewer than {2**31}"):
+        how(make(2, [(0, 1), (1, 1)], [[[0]], [[1]]], lengths=[2**30] * 2, capacity=2**30))
+    with pytest.raises(PlanError, match=r"microbatch_offsets must rise .* falls"):
+        how(good(microbatch_offsets=[0, 2**62, -(2**63), -(2**62), 0, 5, 6]))
+    how(make(2, [(0, 1), (1, 1)], [[[0]], [[1]]], lengths=[2**30, 2**30 - 1], capacity=2**30))
+    how(one_rank(1, lengths=[10], pad_multiple=2**31 - 2, capacity=2**31 - 1))
+    with pytest.raises(PlanError, match=rf"holds {2**31 - 2} tokens, capacity is 8"):
+        how(one_rank(1, lengths=[10], pad_multiple=2**31 - 2, capacity=8))
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["num_ranks", "capacity", "pad_multiple"])
+@pytest.mark.parametrize("value", ["2", 2.5, 2.0, None, float("nan"), True, 2**31, 2**70, *HUGE])
+def test_sizes_that_are_no_whole_numbers_are_refused(how, name, value):
+    with pytest.raises(PlanError, match=rf"columns: {name} is .*, must be a whole number below {2**31}"):
+        how(good(**{name: value}))
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["stages", "virtual_stages", "expert_group"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", None, True, float("nan"), 2**31, 2**70, *HUGE])
+def test_settings_that_no_run_can_have_are_refused(how, name, value):
+    settings = {"stages": 2, name: value}
+    with pytest.raises(PlanError, match=rf"settings: {name} is .*, must be a whole number from 1 to \d+"):
+        how(good(), **settings)
+
+
+@BOTH
+def test_settings_that_do_not_go_together_are_refused(how):
+    with pytest.raises(PlanError, match="virtual_stages is 2 with 1 pipeline stage"):
+        how(good(), virtual_stages=2)
+    with pytest.raises(PlanError, match="stages is 4097, must be a whole number from 1 to 4096"):
+        how(good(), stages=4097)
+    with pytest.raises(PlanError, match="64 stages of 65 virtual stages are 4160 model parts, at most 4096"):
+        how(good(), stages=64, virtual_stages=65)
+    with pytest.raises(PlanError, match="expert groups of 4 ranks do not divide the pool of 3"):
+        how(good(), expert_group=4)
+    how(good(), stages=4096)
+    how(good(), stages=np.int64(2), virtual_stages=np.int64(2), expert_group=np.int64(3))
+
+
+@BOTH
+@pytest.mark.parametrize("stages", [1, 2])
+def test_lockstep_of_experts_is_checked(how, stages):
+    case = make(2, [(0, 2)], [[[0], []], [[], [0]]])
+    how(case, stages=stages)
+    with pytest.raises(PlanError, match=r"experts: groups of 2 ranks run every slot together, .* same slot on all"):
+        how(case, stages=stages, expert_group=2)
+    how(make(2, [(0, 2)], [[[0], []], [[0], []]]), stages=stages, expert_group=2)
+
+
 def test_rank_without_micro_batch_is_refused():
     with pytest.raises(PlanError, match="rank 1 has no micro-batch"):
         check(make(2, [(0, 1)], [[[0]], []]))
