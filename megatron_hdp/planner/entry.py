@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,10 @@ ALGORITHMS = ("hdp", *BASELINES)
 BALANCES = ("dp", "pp")
 MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
+MAX_RANKS = 2**20
+MAX_STAGES = 1024
+MOST_MISSES = 2
+"""A pipeline is planned with a quarter of the capacity, a sixteenth, ... until that many do not help."""
 
 
 def plan(
@@ -62,10 +67,23 @@ def plan(
         ConfigError: a setting, or a combination of settings, cannot work.
         PlanError: the batch cannot be planned with these settings.
     """
-    layout = Layout(stages, virtual_stages, expert_group)
+    num_ranks = _whole("num_ranks", num_ranks, MAX_RANKS)
+    tokens_per_rank = _whole("--hdp-tokens-per-rank", tokens_per_rank, MAX_BATCH_TOKENS)
+    pad_multiple = _whole("pad_multiple", pad_multiple, MAX_BATCH_TOKENS)
+    layout = Layout(
+        _whole("stages", stages, MAX_STAGES),
+        _whole("virtual_stages", virtual_stages, MAX_STAGES),
+        _whole("expert_group", expert_group, MAX_RANKS),
+    )
+    if cost is not None and not isinstance(cost, CostModel):
+        raise ConfigError(f"cost is {cost!r}: give a megatron_hdp.cost.CostModel")
     _refuse_settings(num_ranks, tokens_per_rank, algorithm, balance, pad_multiple, layout)
     array = _refuse_batch(lengths, num_ranks, tokens_per_rank, pad_multiple)
-    cost = default_cost(stages) if cost is None else cost
+    cost = default_cost(layout.stages) if cost is None else cost
+    if layout.virtual_stages > cost.layers_per_stage:
+        raise ConfigError(
+            f"virtual_stages is {virtual_stages} with {cost.layers_per_stage} layers per stage: each part needs a layer"
+        )
     if cost.pad_multiple != pad_multiple:
         cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
     if algorithm == "hdp":
@@ -105,13 +123,15 @@ def _plan_hdp(
     best = attempt(capacity, False)
     if offload:
         best = min(best, attempt(capacity, True), key=span)
-    held = capacity // 2 // cost.pad_multiple * cost.pad_multiple
-    while balance == "pp" and held > 0 and num_ranks * held >= int(lengths.max()):
+    held, misses = min(capacity, int(lengths.max())), 0
+    while balance == "pp" and misses < MOST_MISSES:
         # wider rings than memory asks make micro-batches more alike, and a pipeline waits for the longest
-        other = attempt(held, False)
-        if span(other) >= span(best):
+        held = held // 4 // cost.pad_multiple * cost.pad_multiple
+        if num_ranks * held < int(lengths.max()):
             break
-        best, held = other, held // 2 // cost.pad_multiple * cost.pad_multiple
+        other = attempt(held, False)
+        misses = 0 if span(other) < span(best) else misses + 1
+        best = min(best, other, key=span)
     return best
 
 
@@ -179,6 +199,15 @@ def _as_plan(
     )
 
 
+def _whole(name: str, value: Any, most: int) -> int:
+    """A whole number of at most ``most`` as int; what is too small is refused where its meaning is known."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} is {value!r}: it must be a whole number")
+    if int(value) > most:
+        raise ConfigError(f"{name} is {value}: it may be at most {most}")
+    return int(value)
+
+
 def _refuse_settings(
     num_ranks: int, capacity: int, algorithm: str, balance: str, pad_multiple: int, layout: Layout
 ) -> None:
@@ -221,12 +250,15 @@ def _refuse_settings(
 
 def _refuse_batch(lengths: Sequence[int] | IntArray, num_ranks: int, capacity: int, pad_multiple: int) -> IntArray:
     """The lengths as int64 [num_sequences], or an error for a batch that cannot be planned."""
-    array = np.asarray(lengths)
+    try:
+        array = np.asarray(lengths)
+    except (ValueError, OverflowError) as error:
+        raise PlanError(f"lengths must be a flat list of whole numbers: {error}") from error
     if array.size == 0:
         raise PlanError(
             "the batch is empty: a step needs at least one sequence; raise --global-batch-size or --hdp-batch-tokens"
         )
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() >= 1 << 63):
         raise PlanError(
             f"lengths must be a flat list of whole numbers below 2^63, got shape {list(array.shape)} of {array.dtype}"
         )

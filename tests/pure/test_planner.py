@@ -284,3 +284,70 @@ def test_huge_batch_plans_and_checks_fast():
     check(result)
     assert time.perf_counter() - planned < 0.25  # about 8 ms on one idle core
     assert planned - begin < 2.0  # about 30 ms
+
+
+def span(result: Plan, stages: int = 1, model: CostModel | None = None) -> int:
+    return int(rank_ends(result, model or default_cost(stages), stages).max())
+
+
+@pytest.mark.parametrize("lengths", [[60_000], [60_000] + [1000] * 20])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_sequence_that_one_rank_holds_is_cut_where_that_shortens_the_step(lengths, stages):
+    options = {"balance": "pp", "stages": stages} if stages > 1 else {}
+    ours, static = (plan(lengths, 8, 65536, algorithm=a, **options) for a in ("hdp", "static"))
+    assert ours.ring_size[0] > 4
+    assert span(ours, stages) <= span(static, stages)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_more_memory_never_makes_a_step_much_longer(stages):
+    lengths = lognormal(4000, 1.5, 1 << 20, 65536, 3)
+    options = {"balance": "pp", "stages": stages} if stages > 1 else {}
+    spans = [span(plan(lengths, 16, capacity, **options), stages) for capacity in (8192, 32768, 131072)]
+    assert max(spans) <= 1.02 * spans[0]
+
+
+@pytest.mark.parametrize("capacity", [8192, 32768])
+def test_offload_never_makes_a_step_longer(capacity):
+    lengths = lognormal(4000, 2, 1 << 20, 8 * 8192, 5)
+    for options, stages in (({}, 1), ({"balance": "pp", "stages": 2}, 2)):
+        without, with_ = (plan(lengths, 16, capacity, offload=offload, **options) for offload in (False, True))
+        assert span(with_, stages) <= span(without, stages)
+
+
+def test_the_constant_of_a_micro_batch_counts_where_rings_are_placed():
+    model = CostModel(load_profile("h100"), 8, layer="llama-70b")  # 0.8 ms a micro-batch, and much less for 8 tokens
+    result = plan([8, 6], 16, 4, cost=model)
+    assert result.ring_start[0] != result.ring_start[1]
+    assert span(result, model=model) == model.microbatch_picoseconds() + max(model.picoseconds([8, 6], 2, 1).tolist())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (([8], 2.5, 8), {}, "num_ranks is 2.5: it must be a whole number"),
+        (([8], True, 8), {}, "num_ranks is True"),
+        (([8], 2, "8"), {}, "--hdp-tokens-per-rank is '8'"),
+        (([8], 2, 8.0), {}, "--hdp-tokens-per-rank is 8.0"),
+        (([8], 2, float("nan")), {}, "--hdp-tokens-per-rank is nan"),
+        (([8], 2, 2**62), {}, "--hdp-tokens-per-rank is 4611686018427387904: it may be at most 2147483647"),
+        (([8], 10**9, 8), {}, "num_ranks is 1000000000: it may be at most 1048576"),
+        (([8], 2, 8), {"stages": 10**9, "balance": "pp"}, "stages is 1000000000: it may be at most 1024"),
+        (([8], 2, 8), {"stages": 2, "virtual_stages": 17, "balance": "pp"}, "with 16 layers per stage"),
+        (([8], 2, 8), {"cost": "x"}, "cost is 'x'"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(arguments, options, words):
+    with pytest.raises(ConfigError) as caught:
+        plan(*arguments, **options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [np.array([2**63 + 5, 3], dtype=np.uint64), [[1, 2], [3]], np.array([1], "m8[s]")])
+def test_lengths_of_another_kind_are_refused(lengths):
+    with pytest.raises(PlanError, match="flat list of whole numbers"):
+        plan(lengths, 2, 8)
+
+
+def test_small_numpy_integers_do_not_overflow():
+    assert plan([10, 3], np.int16(2), np.uint8(8)) == plan([10, 3], 2, 8)

@@ -32,9 +32,10 @@ def requests(draw: st.DrawFn) -> dict:
     multiple = st.builds(lambda d, e: max(1, d * capacity + e), st.integers(1, num_ranks), st.integers(-1, 0))
     short = st.integers(1, min(most, 2 * capacity))
     length = st.one_of(st.integers(1, most), short, short, multiple)
+    virtual_stages = draw(st.integers(1, 3)) if stages > 1 else 1
     cost = CostModel(
         draw(st.sampled_from(PROFILES)),
-        layers_per_stage=draw(st.integers(1, 8)),
+        layers_per_stage=draw(st.integers(virtual_stages, 8)),
         window=draw(st.one_of(st.none(), st.none(), st.integers(1, 3000))),
         recompute=draw(st.sampled_from(["none", "full"])),
         pad_multiple=pad,
@@ -46,7 +47,7 @@ def requests(draw: st.DrawFn) -> dict:
         "balance": "pp" if stages > 1 or expert_group > 1 else draw(st.sampled_from(["dp", "dp", "pp"])),
         "pad_multiple": pad,
         "stages": stages,
-        "virtual_stages": draw(st.integers(1, 3)) if stages > 1 else 1,
+        "virtual_stages": virtual_stages,
         "expert_group": expert_group,
         "cost": cost,
         "offload": draw(st.sampled_from([False, False, True])),
