@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
 MAX_RANKS = 2**20
 MAX_STAGES = 1024
+FEW_SEQUENCES = 1024
+"""Up to so many, plans of all baselines are tried as well."""
 MOST_MISSES = 2
 """A pipeline is planned with a quarter of the capacity, a sixteenth, ... until that many do not help."""
 
@@ -132,7 +134,25 @@ def _plan_hdp(
         other = attempt(held, False)
         misses = 0 if span(other) < span(best) else misses + 1
         best = min(best, other, key=span)
+    if lengths.size <= FEW_SEQUENCES:
+        best = min([best, *_others(lengths, num_ranks, capacity, cost, balance, layout)], key=span)
     return best
+
+
+def _others(
+    lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, balance: str, layout: Layout
+) -> Iterator[Plan]:
+    """What others do: of a few sequences the order in which they are placed is much, and all of it is soon tried."""
+    for plan_other in BASELINES.values():
+        yield plan_other(
+            lengths,
+            num_ranks,
+            capacity,
+            cost.pad_multiple,
+            cost=cost,
+            count_multiple=layout.count_multiple,
+            equal_counts=balance == "pp",
+        )
 
 
 def _plan_kept(

