@@ -28,8 +28,8 @@ class HdpConfig:
     """Global batch as a token budget: a sequence belongs to the step in whose budget its first token falls, so steps
     average exactly this many tokens. Without it a step holds --global-batch-size sequences."""
     balance: Literal["auto", "dp", "pp"] = "auto"
-    """dp: ranks run as many micro-batches as they have time for. pp: equal counts, rings in equal slots, as pipeline
-    schedules need. auto: pp when pipeline stages are used, else dp."""
+    """dp: ranks run as many micro-batches as they have time for. pp: a ring also has the same slot on all its ranks, as
+    pipeline schedules need. auto: pp when pipeline stages are used, else dp."""
     algorithm: Literal["hdp", "static"] = "hdp"
     """hdp: each sequence gets the ring that shortens the step most. static: one ring over the whole pool for every
     sequence, as context parallelism does; the same data, attention and loss, to compare with."""
