@@ -1,5 +1,6 @@
 """Exact integer arithmetic for coefficients: the same bits on every platform, whatever its compiler does to floats."""
 
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -20,7 +21,8 @@ def fixed(value: Fraction, name: str) -> int:
     """
     result = round(value * PICOSECONDS * _ONE)
     if result >= 1 << (62 - FRACTION_BITS):
-        raise ConfigError(f"{name} is {float(value):g} s for all layers of a stage, which no integer cost can hold")
+        shown = Decimal(value.numerator) / Decimal(value.denominator)  # a float may not hold it
+        raise ConfigError(f"{name} is {shown:.6g} s for all layers of a stage, which no integer cost can hold")
     return result
 
 

@@ -20,6 +20,8 @@ type Floats = float | Sequence[float] | npt.NDArray[np.float64]
 Phase = Literal["forward", "backward", "total"]
 LIMIT = 1 << 62
 """No result, sum or product inside this module reaches it, so int64 never wraps."""
+_MOST = {"layers_per_stage": 1 << 16, "window": (1 << 31) - 1, "pad_multiple": 1 << 16}
+"""What the settings are at most, far above what any model asks for."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class CostModel:
     """Pieces are multiples of this, as in `megatron_hdp.types.Plan`."""
 
     def __post_init__(self) -> None:
+        self._take_whole_numbers()
         if self.layers_per_stage < 1:
             raise ConfigError(f"layers_per_stage is {self.layers_per_stage}: a stage has at least 1 layer")
         if self.window is not None and self.window < 1:
@@ -55,6 +58,18 @@ class CostModel:
         if self.pad_multiple < 2 or self.pad_multiple % 2:
             raise ConfigError(f"pad_multiple is {self.pad_multiple}: it must be positive and even")
         _ = self.max_length  # refuses a profile that integers cannot hold, before anything is planned with it
+
+    def _take_whole_numbers(self) -> None:
+        """The settings of `_MOST` as int, refused if they are none or too large."""
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value is None and name == "window":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ConfigError(f"{name} is {value!r}: it must be a whole number")
+            if value > most:
+                raise ConfigError(f"{name} is {int(value):,}: too large, it can be at most {most:,}")
+            object.__setattr__(self, name, int(value))
 
     @property
     def layer_profile(self) -> LayerProfile:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import reprlib
 from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import resources
@@ -14,6 +15,8 @@ from megatron_hdp.errors import ConfigError
 
 PROFILE_SCHEMA = 1
 """Version of the JSON that `Profile.to_json` writes."""
+_MOST = 1 << 31
+"""No count of GPUs is larger."""
 
 
 class Tier(IntEnum):
@@ -100,20 +103,23 @@ class Profile:
         """Inverse of `to_json`. ``source`` is what errors call the text.
 
         Raises:
-            ConfigError: no JSON, a missing or unknown field, a wrong type or unit, a negative or infinite number.
+            ConfigError: no JSON, a missing or unknown field, a wrong type or unit, a number that is negative, infinite
+                or too large.
         """
         try:
             data = json.loads(text, object_pairs_hook=lambda pairs: _no_twice(pairs, source))
-        except json.JSONDecodeError as error:
+        except ConfigError:
+            raise
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
             raise ConfigError(f"{source}: not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("schema") != PROFILE_SCHEMA:
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if type(schema) is not int or schema != PROFILE_SCHEMA:
             raise ConfigError(f"{source}: field schema must be {PROFILE_SCHEMA}: this is no profile that can be read")
         del data["schema"]
         profile: Profile = _read(cls, data, source, "")
         if profile.default_layer not in profile.layers:
-            raise ConfigError(
-                f"{source}: field default_layer is {profile.default_layer!r}, layers has {', '.join(profile.layers)}"
-            )
+            name = _shown(profile.default_layer)
+            raise ConfigError(f"{source}: field default_layer is {name}, layers has {', '.join(profile.layers)}")
         return profile
 
     def digest(self) -> bytes:
@@ -179,7 +185,7 @@ def _write(value: Any) -> dict[str, Any]:
 def _read(cls: Any, data: Any, source: str, prefix: str) -> Any:
     """Inverse of `_write` for class ``cls``; ``prefix`` is the path of the fields' parent, as errors show it."""
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}: field {prefix.rstrip('.')} must be an object, got {data!r}")
+        raise ConfigError(f"{source}: field {prefix.rstrip('.')} must be an object, got {_shown(data)}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name in fields:
         if name not in data:
@@ -199,34 +205,46 @@ def _field(f: "dataclasses.Field[Any]", value: Any, where: str, source: str) -> 
         return _read(LinkProfile, value, source, prefix)
     if f.name == "layers":
         if not isinstance(value, dict) or not value:
-            raise ConfigError(f"{where} must be an object with at least one layer, got {value!r}")
+            raise ConfigError(f"{where} must be an object with at least one layer, got {_shown(value)}")
         return {name: _read(LayerProfile, layer, source, f"{prefix}{name}.") for name, layer in value.items()}
     if f.type is int:
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{where} must be a whole number of at least 1, got {value!r}")
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise ConfigError(f"{where} must be a whole number of at least 1 and at most 2^31, got {_shown(value)}")
         return value
     if f.type is str:
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{where} must be a text, got {value!r}")
+            raise ConfigError(f"{where} must be a text, got {_shown(value)}")
         return value
     if f.name == "sources":
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-            raise ConfigError(f"{where} must be a list of texts that says where the numbers come from, got {value!r}")
+            raise ConfigError(
+                f"{where} must be a list of texts that says where the numbers come from, got {_shown(value)}"
+            )
         return tuple(value)
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise ConfigError(f"{where} must be an object of texts, got {value!r}")
+        raise ConfigError(f"{where} must be an object of texts, got {_shown(value)}")
     return value
 
 
 def _coefficient(value: Any, unit: str, where: str, *, positive: bool) -> float:
     """The number of {"value": number, "unit": unit}."""
     if not isinstance(value, dict) or set(value) != {"value", "unit"}:
-        raise ConfigError(f'{where} must be {{"value": NUMBER, "unit": "{unit}"}}, got {value!r}')
+        raise ConfigError(f'{where} must be {{"value": NUMBER, "unit": "{unit}"}}, got {_shown(value)}')
     if value["unit"] != unit:
-        raise ConfigError(f"{where} has unit {value['unit']!r}, must be {unit!r}: convert the value")
+        raise ConfigError(f"{where} has unit {_shown(value['unit'])}, must be {unit!r}: convert the value")
     number = value["value"]
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ConfigError(f"{where} must be a number, got {number!r}")
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise ConfigError(f"{where} is {number}, must be finite and {'positive' if positive else 'not negative'}")
-    return float(number)
+        raise ConfigError(f"{where} must be a number, got {_shown(number)}")
+    try:
+        result = float(number)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result) or result < 0 or (positive and result == 0):
+        kind = "positive" if positive else "not negative"
+        raise ConfigError(f"{where} is {_shown(number)}, must be finite and {kind}")
+    return result
+
+
+def _shown(value: Any) -> str:
+    """A wrong value for a message, shortened: it may be huge or deep."""
+    return reprlib.repr(value)

@@ -449,12 +449,44 @@ def test_too_slow_a_profile_is_refused():
         ({"window": 0}, "window is 0"),
         ({"recompute": "some"}, "recompute is 'some'"),
         ({"pad_multiple": 3}, "pad_multiple is 3"),
+        ({"layers_per_stage": 1.5}, "layers_per_stage is 1.5: it must be a whole number"),
+        ({"layers_per_stage": True}, "layers_per_stage is True: it must be a whole number"),
+        ({"layers_per_stage": 10**30}, f"layers_per_stage is {10**30:,}: too large, it can be at most 65,536"),
+        ({"window": "3"}, "window is '3': it must be a whole number"),
+        ({"window": 2**31}, "window is 2,147,483,648: too large, it can be at most 2,147,483,647"),
+        ({"pad_multiple": 4.0}, "pad_multiple is 4.0: it must be a whole number"),
+        ({"pad_multiple": None}, "pad_multiple is None: it must be a whole number"),
+        ({"pad_multiple": 10**9}, "pad_multiple is 1,000,000,000: too large, it can be at most 65,536"),
         ({"layer": "gpt"}, "has no layer 'gpt'.*llama-7b"),
     ],
 )
 def test_wrong_settings(change, message):
     with pytest.raises(ConfigError, match=message):
         replace(MODELS[0], **change)
+
+
+def test_numpys_whole_numbers_are_settings_like_others():
+    model = CostModel(H100, np.int64(10), window=np.int32(4096), pad_multiple=np.uint8(8))
+    assert model == CostModel(H100, 10, window=4096, pad_multiple=8)
+    assert type(model.layers_per_stage) is type(model.window) is type(model.pad_multiple) is int
+
+
+def test_the_largest_settings_work():
+    for largest in ({"window": 2**31 - 1}, {"pad_multiple": 2**16}):
+        model = CostModel(H100, 1, **largest)
+        assert model.max_length >= 1 << 20
+        assert model.picoseconds(model.max_length, 7) > 0
+
+
+FIRST_FOUR = ("attention_forward", "linear_forward", "sequence_constant", "microbatch_constant")
+
+
+@pytest.mark.parametrize("field", [*FIRST_FOUR, "kv_per_token", "activation_per_token"])
+def test_coefficients_at_the_end_of_floats_are_refused(field):
+    layer = replace(BYTESCALE.layer(), **{field: 1e308})
+    with pytest.raises(ConfigError, match=rf"{field} is .*e\+(3\d\d|298) s for all layers|check the units") as error:
+        CostModel(replace(BYTESCALE, layers={"llama-7b": layer}), 32)
+    assert (field in str(error.value)) == (field != "activation_per_token")
 
 
 def test_wrong_arguments():
@@ -532,6 +564,15 @@ ATTENTION = ["layers", "llama-7b", "attention_forward"]
         (damage([*ATTENTION, "value"], float("inf")), "attention_forward is inf, must be finite"),
         (damage([*ATTENTION, "value"], "1"), "attention_forward must be a number"),
         (damage([*ATTENTION, "value"], True), "attention_forward must be a number"),
+        (damage([*ATTENTION, "value"], 10**400), "attention_forward is 10+[.]+0+, must be finite"),
+        (damage([*ATTENTION, "value"], 7).replace(": 7,", f": {'7' * 5000},"), "mine.json: not JSON: .*4300 digits"),
+        (damage(["gpus_per_node"], 2**31 + 1), "field gpus_per_node .* at most 2.31, got 2147483649"),
+        (damage(["gpus_per_node"], 10**30), "field gpus_per_node must be .* at most 2.31"),
+        (damage(["layers", "llama-7b", "tensor_parallel"], 10**30), "llama-7b.tensor_parallel must be .* at most 2.31"),
+        ("[" * 100_000, "mine.json: not JSON"),
+        ("\ufeff" + BYTESCALE.to_json(), "mine.json: not JSON: .*BOM"),
+        (damage(["schema"], True), "field schema must be 1"),
+        (damage(["schema"], 1.0), "field schema must be 1"),
         (damage(["d2h_bandwidth", "value"], 0), "field d2h_bandwidth is 0, must be finite and positive"),
     ],
 )
