@@ -33,19 +33,25 @@ TAIL_FROM = (8 << 10, 32 << 10, 128 << 10, 512 << 10)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BAR = 24
 """Characters of a bar that stands for 100 %."""
+_LONGEST = 1 << 40
+"""No document is longer: more than all text there is."""
 _FIRST_BUCKET = 6
 """Documents of up to 2^6 tokens share a row."""
 
 
-def parse_size(text: str, flag: str) -> int:
+def parse_size(text: str, flag: str, most: int | None = None) -> int:
     """Tokens from ``8192``, ``8K`` or ``2M``: K, M and G are 1024, 1024^2 and 1024^3.
 
-    Raises `ConfigError` that names ``flag`` for anything but a positive whole number with at most one such suffix.
+    Raises `ConfigError` that names ``flag`` for anything but a positive whole number with at most one such suffix, and
+    for more than ``most``.
     """
     match = re.fullmatch(r"([0-9]{1,18})([KMG]?)", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"{flag} is {text!r}: give a positive whole number, such as 8192, 8K or 2M (K = 1024)")
-    return int(match[1]) * _UNITS[match[2]]
+    tokens = int(match[1]) * _UNITS[match[2]]
+    if most is not None and tokens > most:
+        raise ConfigError(f"{flag} is {tokens:,}: it can be at most {most:,}")
+    return tokens
 
 
 def format_size(tokens: int) -> str:
@@ -64,14 +70,16 @@ def read_lengths(path: str | Path, field: str | None = None) -> IntArray:
         field: field or column to read from .jsonl, .parquet and .csv: lengths, or lists whose lengths count.
 
     Raises:
-        DataError: missing or empty file, unknown ending, or a length that is no whole number of at least 0; names the
-            line (the row for .parquet).
+        DataError: missing or empty file, unknown ending, a length that is no whole number from 0 to 2^40, or a column
+            or field that is there twice; names the line (the row for .parquet).
         ConfigError: ``field`` for a kind of file that has none.
     """
     path = Path(path)
     if not path.is_file() and Path(f"{path}.idx").is_file():
         path = Path(f"{path}.idx")
     reader = _READERS.get(path.suffix.lower())
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, not a file with lengths")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if reader is None:
@@ -110,9 +118,11 @@ def _json_length(text: str, path: Path, number: int, field: str | None) -> int:
     """Length in one line of JSON."""
     where = f"line {number}"
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=_fields)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, {where}: not valid JSON: {error}") from error
+    if isinstance(record, _Twice):
+        raise DataError(f"{path}, {where}: field {record.name!r} appears twice: which one counts?")
     if not isinstance(record, dict):
         raise DataError(f"{path}, {where}: expected an object with fields, found {text[:40]!r}")
     name = next((n for n in ([field] if field is not None else ["length", "tokens"]) if n in record), None)
@@ -123,6 +133,22 @@ def _json_length(text: str, path: Path, number: int, field: str | None) -> int:
     return len(value) if isinstance(value, list) else _whole(value, path, f"{where}, field {name!r}")
 
 
+@dataclass(frozen=True)
+class _Twice:
+    """An object of JSON with two fields of the same name, of which Python would keep the last one silently."""
+
+    name: str
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Twice:
+    """An object of JSON. Only the outermost one is looked at, so inner ones may be what they like."""
+    record = dict(pairs)
+    if len(record) == len(pairs):
+        return record
+    names = [name for name, _ in pairs]
+    return _Twice(next(name for name in names if names.count(name) > 1))
+
+
 def _read_csv(path: Path, field: str | None) -> IntArray:
     with _opened(path, newline="") as file, _fields_of_any_size():
         rows = csv.reader(file)
@@ -130,7 +156,8 @@ def _read_csv(path: Path, field: str | None) -> IntArray:
             first = next((row for row in rows if row), [])
             number = rows.line_num
             has_header = not any(_is_number(cell) for cell in first)
-            column = _column([cell.strip() for cell in first] if has_header else None, len(first), path, field)
+            names = [cell.strip() for cell in first] if has_header else None
+            column = _column(names, len(first), path, number, field)
             values = [] if has_header else [_cell(first, column, path, number)]
             blank = 0
             for row in rows:
@@ -161,16 +188,20 @@ def _cell(row: list[str], column: int, path: Path, number: int) -> int:
     return _whole(row[column].strip(), path, f"line {number}")
 
 
-def _column(names: list[str] | None, width: int, path: Path, field: str | None) -> int:
-    """Index of the column with the lengths."""
+def _column(names: list[str] | None, width: int, path: Path, number: int, field: str | None) -> int:
+    """Index of the column with the lengths; ``number``: the line with the names."""
     listed = f"columns: {', '.join(names)}" if names is not None else f"no header, {width} columns"
     wanted = field if field is not None else "length"
     if names is not None and wanted in names:
+        if names.count(wanted) > 1:
+            raise DataError(f"{path}, line {number}: {names.count(wanted)} columns {wanted!r} ({listed}): rename one")
         return names.index(wanted)
     if field is not None:
-        raise DataError(f"{path}, line 1: no column {field!r} ({listed})")
+        raise DataError(f"{path}, line {number}: no column {field!r} ({listed})")
     if width != 1:
-        raise DataError(f"{path}, line 1: which column holds the lengths? Name one ({listed})")
+        raise DataError(f"{path}, line {number}: which column holds the lengths? Name one ({listed})")
+    if names is not None and re.match(r"[-+.]?[0-9]", names[0]):
+        raise DataError(f"{path}, line {number}: {names[0]!r} is neither a length nor the name of a column")
     return 0
 
 
@@ -210,9 +241,9 @@ def _arrow_lengths(arrow: Any, column: Any, path: Path, name: str, row: int) -> 
     if not arrow.types.is_integer(kind):
         raise DataError(f"{path}: column {name!r} holds {kind}, must hold whole numbers or lists of tokens")
     values = np.asarray(column)
-    wrong = np.flatnonzero((values < 0) | (values > np.iinfo(np.int64).max))
+    wrong = np.flatnonzero((values < 0) | (values > _LONGEST))
     if wrong.size:
-        raise DataError(f"{path}, row {row + wrong[0] + 1}: length {values[wrong[0]]}: must be 0 to 2^63 - 1")
+        raise DataError(f"{path}, row {row + wrong[0] + 1}: length {values[wrong[0]]}: must be from 0 to 2^40")
     return values.astype(np.int64)
 
 
@@ -251,11 +282,11 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _whole(value: object, path: Path, where: str) -> int:
-    """A length: an int, or a string of decimal digits, of at least 0 and below 2^63."""
+    """A length: an int, or a string of decimal digits, of at least 0 and at most 2^40."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,19}", value):
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise DataError(f"{path}, {where}: {str(value)[:40]!r} is no length: must be a whole number from 0 to 2^63 - 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LONGEST:
+        raise DataError(f"{path}, {where}: {str(value)[:40]!r} is no length: must be a whole number from 0 to 2^40")
     return value
 
 

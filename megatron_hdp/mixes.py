@@ -21,6 +21,14 @@ from megatron_hdp.types import IntArray
 _CHUNK = 8192
 """Documents drawn at a time; part of what a seed means."""
 
+_LONGEST = 1 << 40
+_MOST_SEQUENCES = 16 << 20
+"""Sequences of a step: more take minutes and gigabytes, and no run has them."""
+_MOST_PIECES = 256 << 20
+"""Sequences that a whole file is cut into."""
+_MOST_EPOCHS = 64
+"""How often a step may repeat a file."""
+
 _FIGURE_4 = "reconstructed from Figure 4 of ByteScale (SIGCOMM 2025)"
 
 
@@ -141,7 +149,9 @@ def parse_mix(name: str) -> Mix:
     parts = name.removeprefix("lognormal:").split(",")
     if len(parts) != 4:
         raise ConfigError(f"{name!r}: give four numbers, lognormal:MIN,MAX,MEAN,SIGMA, such as lognormal:128,8K,1K,1.5")
-    low, high, mean = (parse_size(part, f"{title} in {name!r}") for title, part in zip(("MIN", "MAX", "MEAN"), parts))
+    low, high, mean = (
+        parse_size(part, f"{title} in {name!r}", _LONGEST) for title, part in zip(("MIN", "MAX", "MEAN"), parts)
+    )
     try:
         sigma = float(parts[3])
     except ValueError:
@@ -156,8 +166,8 @@ def draw(mix: Mix, batch_tokens: int, context: int, seed: int | Sequence[int]) -
 
     Documents are drawn until the batch is full, the last one is cut to fit, and documents longer than the context are
     cut into parts of ``context`` tokens and a rest. A pure function of its arguments; several integers as ``seed``,
-    such as (seed, step), give independent batches. Raises `ConfigError` for sizes below 1 and a seed that numpy cannot
-    take.
+    such as (seed, step), give independent batches. Raises `ConfigError` for sizes below 1, a seed that numpy cannot
+    take, and a batch of more than 16M sequences, judged by the documents drawn so far.
     """
     if batch_tokens < 1 or context < 1:
         raise ConfigError(f"a batch of {batch_tokens} tokens, context {context}: both must be at least 1")
@@ -165,15 +175,29 @@ def draw(mix: Mix, batch_tokens: int, context: int, seed: int | Sequence[int]) -
         random = np.random.RandomState(seed)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"seed is {seed}: give whole numbers from 0 to {2**32 - 1}") from error
+    _refuse_crowd(mix.name, batch_tokens, -(-batch_tokens // context), f"a context of {context:,}")
     chunks, tokens = [], 0
     while tokens < batch_tokens:
         chunks.append(mix.sample(random, _CHUNK))
         tokens += int(chunks[-1].sum())
+        drawn = _CHUNK * len(chunks)
+        documents_needed = batch_tokens * drawn // tokens
+        _refuse_crowd(mix.name, batch_tokens, documents_needed, f"documents of {tokens / drawn:,.1f} on average")
     documents = np.concatenate(chunks)
     ends = np.cumsum(documents)
     last = int(np.searchsorted(ends, batch_tokens))
     documents[last] -= ends[last] - batch_tokens
     return cut_documents(documents, 0, last + 1, context).lengths.astype(np.int64)
+
+
+def _refuse_crowd(name: str, batch_tokens: int, sequences: int, because: str) -> None:
+    """Raise `ConfigError` for a step of too many sequences, before they are made."""
+    if sequences > _MOST_SEQUENCES:
+        raise ConfigError(
+            f"{name}: {batch_tokens:,} tokens of a step with {because} are about {sequences:,} sequences, more than "
+            f"{_MOST_SEQUENCES:,}: lower --hdp-batch-tokens to {batch_tokens * _MOST_SEQUENCES // sequences:,}, or "
+            "take longer sequences"
+        )
 
 
 @dataclass
@@ -194,10 +218,23 @@ def corpus_batches(
     """Step -> sequences of that step, int64 [num_sequences], as a run trains on them.
 
     The batches are those of a run with --hdp-batch-tokens, --seq-length and --seed whose one dataset has documents of
-    these ``lengths``, all of them in the train split. Raises `ConfigError` for sizes that cannot work and `DataError`
-    for no tokens.
+    these ``lengths``, all of them in the train split. Raises `ConfigError` for sizes that cannot work, among them a
+    step that repeats the file more than 64 times or has more than 16M sequences, and `DataError` for no tokens.
     """
-    size = TokenBudget(batch_tokens)
+    size, tokens = TokenBudget(batch_tokens), int(lengths.sum())
+    if 0 < tokens * _MOST_EPOCHS < batch_tokens:
+        raise ConfigError(
+            f"--hdp-batch-tokens is {batch_tokens:,}, and {name} has {tokens:,} tokens: a step would repeat it more "
+            f"than {_MOST_EPOCHS} times; set --hdp-batch-tokens to at most {tokens * _MOST_EPOCHS:,}, or give more data"
+        )
+    pieces = int((-(-lengths // max(1, context))).sum())
+    if pieces > _MOST_PIECES:
+        raise ConfigError(
+            f"{name}: {tokens:,} tokens cut at a context of {context:,} are {pieces:,} sequences, more than "
+            f"{_MOST_PIECES:,}: raise --seq-length"
+        )
+    if tokens:
+        _refuse_crowd(name, batch_tokens, batch_tokens * pieces // tokens, f"sequences of {tokens / pieces:,.1f}")
     documents = [_LengthsOnly(name, lengths)]
     corpus = Corpus(documents, None, [(0, lengths.size)], context=context, seed=seed, size=size)
     return lambda step: corpus.batch(step).lengths

@@ -61,6 +61,14 @@ def test_reads_what_was_written(tmp_path, name, text, field):
     assert read(tmp_path, name, text, field) == LENGTHS
 
 
+def test_twice_is_only_wrong_where_the_length_is_looked_for(tmp_path):
+    assert read(tmp_path, "a.csv", "id,length,id\n1,70,2\n") == [70]
+    assert read(tmp_path, "a.csv", "3rd try,length\n1,70\n") == [70]
+    assert read(tmp_path, "a.csv", "2nd\n70\n", "2nd") == [70]
+    assert read(tmp_path, "a.jsonl", '{"meta": {"a": 1, "a": 2}, "length": 70}\n') == [70]
+    assert read(tmp_path, "a.txt", f"{2**40}\n") == [2**40]
+
+
 @pytest.mark.parametrize("name", ["corpus.idx", "corpus"])
 def test_reads_an_index_by_file_or_prefix(tmp_path, name):
     write_indexed(tmp_path / "corpus", [np.arange(v) for v in LENGTHS], np.int32)
@@ -85,7 +93,20 @@ def test_an_index_without_its_tokens_says_so(tmp_path):
         ("a.txt", "1\n\n2\n", None, "line 2: blank line"),
         ("a.txt", f"1\n{2**63}\n", None, "line 2"),
         ("a.txt", "9" * 5000, None, "line 1"),
-        ("a.txt", f"{2**62}\n{2**62}\n", None, "the lengths add up to 9.2e\\+18"),
+        ("a.txt", f"{2**40}\n{2**40 + 1}\n", None, "line 2: '1099511627777' is no length.* from 0 to 2.40"),
+        ("a.txt", f"7\n{2**62}\n", None, "line 2: '4611686018427387904' is no length"),
+        ("a.csv", f"length\n{2**62}\n", None, "line 2: '4611686018427387904' is no length"),
+        ("a.csv", "12 000\n7\n", None, "line 1: '12 000' is neither a length nor the name of a column"),
+        ("a.csv", "0x10\n7\n", None, "line 1: '0x10' is neither"),
+        ("a.csv", "-7e\n7\n", None, "line 1: '-7e' is neither"),
+        ("a.csv", "length,id,length\n3,4,5\n", None, "line 1: 2 columns 'length' .columns: length, id, length"),
+        ("a.csv", "\nn,length,n\n3,4,5\n", "n", "line 2: 2 columns 'n'"),
+        (
+            "a.jsonl",
+            '{"length": 1}\n{"length": 1, "a": 2, "length": 3}\n',
+            None,
+            "line 2: field 'length' appears twice",
+        ),
         ("a.txt", "1 2\n", None, "line 1"),
         ("a.txt", "", None, "empty file"),
         ("a.txt", "\n \n", None, "no lengths"),
@@ -118,6 +139,9 @@ def test_refuses_with_the_line(tmp_path, name, text, field, message):
 def test_refuses_missing_binary_and_pointless(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         read_lengths(tmp_path / "gone.txt")
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(DataError, match=r"folder\.txt: is a folder"):
+        read_lengths(tmp_path / "folder.txt")
     (tmp_path / "b.txt").write_bytes(b"1\n\xff\xfe\n")
     with pytest.raises(DataError, match="not UTF-8"):
         read_lengths(tmp_path / "b.txt")
@@ -152,6 +176,8 @@ def test_parquet_reads_numbers_and_lists(tmp_path):
     [
         ({"length": [1, 2, -3]}, None, "row 3: length -3"),
         ({"length": [1] * 140_000 + [-3]}, None, "row 140001: length -3"),
+        ({"length": [1, 2**40 + 1]}, None, "row 2: length 1099511627777: must be from 0 to 2.40"),
+        ({"length": np.full(2**23, 2**40)}, None, r"the lengths add up to 9.2e\+18"),
         ({"length": [1] * 140_000 + [None]}, None, "row 140001: column 'length' has no value"),
         ({"length": [1, None, 3]}, None, "row 2: column 'length' has no value"),
         ({"tokens": [[1], None]}, None, "row 2: column 'tokens' has no value"),
@@ -181,6 +207,12 @@ def test_sizes(text, tokens):
 def test_wrong_sizes_name_the_flag(text):
     with pytest.raises(ConfigError, match=r"--capacity is .*\(K = 1024\)"):
         parse_size(text, "--capacity")
+
+
+def test_sizes_above_a_limit_name_the_flag_and_the_limit():
+    assert parse_size("2G", "--x", 2 << 30) == 2 << 30
+    with pytest.raises(ConfigError, match="--x is 2,147,483,649: it can be at most 2,147,483,648"):
+        parse_size(str((2 << 30) + 1), "--x", 2 << 30)
 
 
 @given(st.integers(1, 2**50))

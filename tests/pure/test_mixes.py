@@ -177,6 +177,7 @@ def test_names():
         ("lognormal:1,8K,1K,-1", "SIGMA must be"),
         ("lognormal:1,8K,1K,nan", "SIGMA must be"),
         ("lognormal:1,8K,1K,x", "SIGMA must be"),
+        ("lognormal:1,2048G,1K,1", "MAX in .* is 2,199,023,255,552: it can be at most 1,099,511,627,776"),
     ],
 )
 def test_wrong_names(name, message):
@@ -197,6 +198,42 @@ def test_steps_of_a_list_are_the_steps_of_a_run_on_that_corpus(tmp_path):
 def test_a_budget_that_could_leave_a_step_empty_is_refused():
     with pytest.raises(ConfigError, match="at least 100"):
         corpus_batches(np.array([100, 3]), "list", 50, 1000, 1)
+
+
+def test_a_step_that_repeats_a_list_many_times_is_refused_at_once():
+    lengths = np.array([7, 13])
+    assert corpus_batches(lengths, "list", 64 * 20, 100, 1)(0).sum() == 64 * 20
+    message = "batch-tokens is 1,281, and list has 20 tokens: a step .* 64 times; set .* to at most 1,280, or give more"
+    with pytest.raises(ConfigError, match=message):
+        corpus_batches(lengths, "list", 64 * 20 + 1, 100, 1)
+
+
+def test_a_list_that_would_be_cut_into_too_many_sequences_is_refused_at_once():
+    lengths = np.array([1 << 40, 5])
+    with pytest.raises(ConfigError, match="cut at a context of 16 are 68,719,476,737 sequences, more than 268,435,456"):
+        corpus_batches(lengths, "list", 1 << 20, 16, 1)
+    with pytest.raises(
+        ConfigError, match=r"are about 33,554,432 sequences, more than 16,777,216: lower .* to 67,108,864"
+    ):
+        corpus_batches(np.array([4 << 20]), "list", 128 << 20, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "context", "message"),
+    [
+        (
+            "lognormal:1,1,1,0",
+            2 << 30,
+            4096,
+            "2,147,483,648 tokens .* documents of 1.0 .* about 2,147,483,648 sequences",
+        ),
+        ("byted", 2 << 30, 2, "a context of 2 are about 1,073,741,824 sequences, more than 16,777,216"),
+        ("lognormal:1,8,2,0.1", 1 << 30, 4096, r"documents of 1\.\d .* lower --hdp-batch-tokens to [23]\d,"),
+    ],
+)
+def test_a_drawn_batch_of_too_many_sequences_is_refused_at_once(name, tokens, context, message):
+    with pytest.raises(ConfigError, match=message):
+        draw(parse_mix(name), tokens, context, 1)
 
 
 HEADS = {
