@@ -4,6 +4,8 @@ A subcommand is a typed function in `COMMANDS`: its parameters are its flags, it
 returns is the exit code (None counts as 0). Imports beyond the standard library belong inside the functions.
 """
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,7 +122,36 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code; 2 when the request itself was wrong."""
+    """Run one subcommand and return its exit code.
+
+    2 when the request itself was wrong or the output cannot be written. Who stops the command or reads only the head
+    of its output knows why it ends: 130 after Ctrl-C and 141 after a closed pipe, as the shell counts them, quietly.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        code = 141
+    except OSError as error:
+        what = "the output cannot be written" if error.filename is None else str(error.filename)
+        print(f"megatron-hdp: {what}: {error.strerror or error}", file=sys.stderr)
+        code = 2
+    _drop_output()
+    return code
+
+
+def _drop_output() -> None:
+    """Let Python's last flush, at its exit, write what is left to nowhere: a second failure would print a traceback."""
+    with contextlib.suppress(OSError, ValueError):  # no file descriptor where the output is captured
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run one subcommand; an error of its request is one line."""
     try:
         code = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

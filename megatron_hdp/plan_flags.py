@@ -19,6 +19,9 @@ _Out = Annotated[Path | None, tyro.conf.arg(metavar="OUT")]
 
 LAYERS = 32
 """Layers over all stages, where no flag says how many a stage has: LLaMA-7B's."""
+_MOST_RANKS = 1 << 20
+_MOST_TOKENS = (1 << 31) - 1
+"""Megatron counts tokens in int32."""
 
 _WORDS = (
     ("--hdp-", "--"),
@@ -93,8 +96,8 @@ class PlanFlags:
         from megatron_hdp.lengths import parse_size
         from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
 
-        capacity = parse_size(self.tokens_per_rank, "--tokens-per-rank")
-        context = parse_size(self.context, "--context")
+        capacity = parse_size(self.tokens_per_rank, "--tokens-per-rank", _MOST_TOKENS)
+        context = parse_size(self.context, "--context", _MOST_TOKENS)
         budget = parse_size(self.batch_tokens, "--batch-tokens")
         if budget > MAX_BATCH_TOKENS:
             limit = f"{MAX_BATCH_TOKENS:,}"
@@ -115,22 +118,63 @@ class PlanFlags:
             )
         if self.steps < 1:
             raise ConfigError(f"--steps is {self.steps}: plan at least 1")
+        if self.ranks > _MOST_RANKS:
+            raise ConfigError(f"--ranks is {self.ranks:,}: plan for at most {_MOST_RANKS:,}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(
+                f"--window is {self.window}: a query sees at least itself; leave --window out for full attention"
+            )
         check_seed(self.seed)
+        self._check_layers()
+        self._check_outputs()
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of one stage, given or assumed."""
+        return max(1, LAYERS // self.stages) if self.layers_per_stage is None else self.layers_per_stage
+
+    def _check_layers(self) -> None:
+        """Refuse stages that cannot be, and virtual stages that the layers of a stage cannot be cut into."""
+        if self.stages < 1:
+            raise ConfigError(f"--stages is {self.stages}: a model has at least 1 pipeline stage")
+        layers, parts = self.stage_layers, self.virtual_stages
+        if layers < 1 or parts <= 1 or self.stages == 1:
+            return  # refused elsewhere, or nothing is cut
+        given = self.layers_per_stage is not None
+        if parts > layers or (given and layers % parts):
+            raise ConfigError(
+                f"--virtual-stages is {parts}, and a stage has {layers} layers ({self.layers_source}): "
+                + ("a model part has at least one" if parts > layers else "they must divide into equal parts")
+                + "; change --virtual-stages or --layers-per-stage"
+            )
+
+    @property
+    def layers_source(self) -> str:
+        """Where the number of layers of a stage comes from."""
+        if self.layers_per_stage is not None:
+            return "--layers-per-stage"
+        return f"assumed: {LAYERS} over {self.stages} stage{'s' * (self.stages > 1)}"
+
+    def _check_outputs(self) -> None:
+        """Refuse files that cannot be written, before minutes are spent on what goes into them."""
         for flag, out in (("--json", self.json), ("--json-pieces", self.json_pieces)):
-            if out is not None and self.compare:
+            if out is None:
+                continue
+            if self.compare:
                 raise ConfigError(f"{flag} with --compare: whose plan? Choose one with --algorithm instead")
-            if out is not None and not out.parent.is_dir():
+            if out.is_dir():
+                raise ConfigError(f"{flag} {out}: cannot be written (it is a folder)")
+            if not out.parent.is_dir():
                 raise ConfigError(f"{flag} {out}: no folder {out.parent}")
+        if self.json is not None and self.json_pieces is not None and self.json.resolve() == self.json_pieces.resolve():
+            raise ConfigError(f"--json and --json-pieces are both {self.json}: one would overwrite the other")
 
     def cost(self) -> "CostModel":
         """Cost of a stage. Raises `ConfigError`."""
         from megatron_hdp.cost import CostModel, load_profile
 
-        if self.stages < 1:
-            raise ConfigError(f"--stages is {self.stages}: a model has at least 1 pipeline stage")
-        layers = max(1, LAYERS // self.stages) if self.layers_per_stage is None else self.layers_per_stage
         settings = {"window": self.window, "recompute": self.recompute, "layer": self.layer}
-        return CostModel(load_profile(self.profile), layers, pad_multiple=self.pad_multiple, **settings)  # type: ignore[arg-type]
+        return CostModel(load_profile(self.profile), self.stage_layers, pad_multiple=self.pad_multiple, **settings)  # type: ignore[arg-type]
 
     def options(self) -> "PlanOptions":
         """What the planner takes. Raises `ConfigError`."""

@@ -136,6 +136,12 @@ def check_fits(longest: int, context: int, options: PlanOptions) -> None:
     if options.num_ranks < 1:
         raise ConfigError(f"--ranks is {options.num_ranks}: the pool must have at least 1")
     held, pad = options.num_ranks * options.tokens_per_rank, options.cost.pad_multiple
+    capacity = options.tokens_per_rank
+    if capacity % pad:
+        good = " or ".join(str(value) for value in (capacity // pad * pad, (capacity // pad + 1) * pad) if value)
+        raise ConfigError(
+            f"--tokens-per-rank is {capacity}: pieces are multiples of {pad} tokens (--pad-multiple), so use {good}"
+        )
     sequence = min(longest, context)
     if sequence > held:
         raise ConfigError(

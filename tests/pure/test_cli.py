@@ -1,9 +1,11 @@
 """The command line in this process, and once in another one without torch: output, files, exit codes, messages."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,6 +240,31 @@ def changed(**flags):
         (["plan", *changed(field="n")], "--field n: a mix has no fields"),
         (["plan", *changed(tokens_per_rank="8Q")], "--tokens-per-rank is '8Q'.*8K or 2M"),
         (["plan", *changed(tokens_per_rank="8191")], "--tokens-per-rank is 8191.*so use 8190 or 8192"),
+        (["plan", *changed(tokens_per_rank="7", context="2M")], "--tokens-per-rank is 7:.*multiples of 2 .*use 6 or 8"),
+        (["plan", *changed(tokens_per_rank="1")], "--tokens-per-rank is 1:.* use 2$"),
+        (["plan", *changed(tokens_per_rank="2G")], "--tokens-per-rank is 2,147,483,648: .* at most 2,147,483,647"),
+        (["plan", *changed(tokens_per_rank="999999999999999999G")], "--tokens-per-rank is .* at most 2,147,483,647"),
+        (["plan", *changed(context="999999999999999999G")], "--context is .* at most 2,147,483,647"),
+        (["plan", *changed(batch_tokens="999999999999999999G")], "--batch-tokens is .* at most 2,147,483,647"),
+        (["plan", *changed(window="99999999999999999999")], "--window is .*: too large, .* at most 2,147,483,647"),
+        (
+            ["plan", *changed(pad_multiple="1000000000")],
+            "--pad-multiple is 1,000,000,000: too large, .* at most 65,536",
+        ),
+        (["plan", *changed(layers_per_stage="99999999999999999999")], "--layers-per-stage is .*: too large"),
+        (["plan", *changed(ranks="1048577")], "--ranks is 1,048,577: plan for at most 1,048,576"),
+        (["plan", *changed(ranks="999999999999")], "--ranks is 999,999,999,999: plan for at most 1,048,576"),
+        (
+            ["plan", *changed(stages="3", virtual_stages="11")],
+            "--virtual-stages is 11, .* 10 layers .assumed: 32 over 3",
+        ),
+        (
+            ["plan", *changed(stages="2", virtual_stages="3", layers_per_stage="8")],
+            "--virtual-stages is 3, and a stage has 8 layers .--layers-per-stage.: they must divide into equal parts",
+        ),
+        (["plan", *changed(lengths="lognormal:1,1,1,0", batch_tokens="1G")], "lower --batch-tokens to 16,777,216"),
+        (["plan", *changed(json="a.json", json_pieces="./a.json")], "--json and --json-pieces are both a.json"),
+        (["plan", *changed(json="")], "--json .: cannot be written .it is a folder"),
         (["plan", *changed(context="x")], "--context is 'x'"),
         (["plan", *changed(batch_tokens="-5K")], "--batch-tokens is '-5K'"),
         (["plan", *changed(batch_tokens="4G")], "--batch-tokens is 4,294,967,296.*int32"),
@@ -257,7 +284,7 @@ def changed(**flags):
         (["plan", *changed(layers_per_stage="0")], "--layers-per-stage is 0"),
         (["plan", *changed(profile="tpu")], "--profile 'tpu' is neither a shipped one .bytescale, h100."),
         (["plan", *changed(layer="gpt")], "gpt.*llama-7b"),
-        (["plan", *changed(window="0")], "--window is 0"),
+        (["plan", *changed(window="0")], "--window is 0: .*leave --window out"),
         (["plan", *changed(pad_multiple="3")], "--pad-multiple is 3"),
         (["plan", *changed(pad_multiple="6")], "--tokens-per-rank is 8192.* 8190 or 8196"),
         (["plan", *changed(algorithm="bytescale-pp")], "--algorithm is 'bytescale-pp'"),
@@ -286,11 +313,86 @@ def test_a_step_that_could_be_empty_names_this_commands_flag(capsys, corpus):
     assert "set --batch-tokens to at least 9000" in err
 
 
-def test_output_that_cannot_be_written(capsys, tmp_path):
-    for flag in ("--json", "--json-pieces"):
-        code, _, err = run(capsys, "plan", *BYTED, flag, tmp_path)
+def test_output_that_cannot_be_written(capsys, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_hdp.plan_command.plan_step", None)  # nothing is planned before it is refused
+        for flag in ("--json", "--json-pieces"):
+            code, _, err = run(capsys, "plan", *BYTED, flag, tmp_path)
+            assert code == 2
+            assert f"{flag} {tmp_path}: cannot be written (it is a folder)" in err
+    if os.path.exists("/dev/full"):
+        code, _, err = run(capsys, "plan", *BYTED, "--json", "/dev/full")
         assert code == 2
-        assert f"{flag} {tmp_path}: cannot be written" in err
+        assert re.fullmatch(r"megatron-hdp: --json /dev/full: cannot be written \(.*\)\n", err)
+
+
+def test_a_file_that_a_step_would_repeat_many_times_names_this_commands_flag(capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("700\n800\n")
+    flags = "--ranks 4 --tokens-per-rank 8K --context 16K --batch-tokens 100M".split()
+    code, _, err = run(capsys, "plan", "--lengths", tmp_path / "a.txt", *flags)
+    assert code == 2
+    assert "has 1,500 tokens: a step would repeat it more than 64 times; set --batch-tokens to at most 96,000" in err
+
+
+def test_a_folder_is_called_one(capsys, tmp_path):
+    (tmp_path / "x.txt").mkdir()
+    code, out, err = run(capsys, "lengths", tmp_path / "x.txt")
+    assert (code, out) == (2, "")
+    assert "x.txt: is a folder" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ("--stages 3", "10 layers a stage (assumed: 32 over 3 stages)"),
+        ("", "32 layers a stage (assumed: 32 over 1 stage)"),
+        ("--stages 2 --layers-per-stage 9 --virtual-stages 3", "9 layers a stage\n"),
+        ("--stages 2 --virtual-stages 16", "16 layers a stage (assumed: 32 over 2 stages)"),
+    ],
+)
+def test_the_head_says_what_layers_are_assumed(capsys, words, layers):
+    code, out, err = run(capsys, "plan", *BYTED, *words.split())
+    assert (code, err) == (0, "")
+    assert layers in out
+
+
+def test_ctrl_c_ends_quietly(capsys, monkeypatch):
+    def stopped(install: bool = True) -> int:
+        """Stop."""
+        print("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "doctor", stopped)
+    assert run(capsys, "doctor") == (130, "half\n", "")
+
+
+@pytest.mark.parametrize("words", ["lengths byted --documents 1K", "plan --help"])
+def test_a_closed_pipe_ends_quietly(words):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as closed:
+        done = alone(words, closed)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "wb") as full:
+        done = alone("lengths byted --documents 1K", full)
+    assert done.returncode == 2
+    assert re.fullmatch("megatron-hdp: the output cannot be written: .*\n", done.stderr)
+
+
+def alone(words, output):
+    """The command in a process of its own that writes to an open file."""
+    command = [sys.executable, "-m", "megatron_hdp.cli", *words.split()]
+    return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60)
+
+
+def test_pages_hold_no_placeholder():
+    pages = list((Path(__file__).parents[2] / "docs").glob("*.md"))
+    assert {"planner.md", "cost-model.md", "plan-schema.md"} <= {page.name for page in pages}
+    assert [page.name for page in pages if re.search("@[A-Z_]+@", page.read_text())] == []
 
 
 @pytest.mark.parametrize(
