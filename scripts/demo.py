@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 CONTEXT = 16384
 TOKENS_PER_RANK = 8192
-BATCH_TOKENS = 49152
+BATCH_TOKENS = 65536
 SEED = 1234
 
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=8, help="training steps of each run (default 8)")
+    parser.add_argument("--iterations", type=int, default=6, help="training steps of each run (default 6)")
     parser.add_argument("--out", default=ROOT / "demo_out", help="folder for corpus, logs and results")
     options = parser.parse_args()
     if options.iterations < 1:

@@ -29,6 +29,8 @@ MAX_RANKS = 2**20
 MAX_STAGES = 1024
 FEW_SEQUENCES = 1024
 """Up to so many, plans of all baselines are tried as well."""
+WORTH_IT = 64
+"""They are taken if they are more than 1 / WORTH_IT shorter."""
 MOST_MISSES = 2
 """A pipeline is planned with a quarter of the capacity, a sixteenth, ... until that many do not help."""
 
@@ -135,7 +137,10 @@ def _plan_hdp(
         misses = 0 if span(other) < span(best) else misses + 1
         best = min(best, other, key=span)
     if lengths.size <= FEW_SEQUENCES:
-        best = min([best, *_others(lengths, num_ranks, capacity, cost, balance, layout)], key=span)
+        other = min(_others(lengths, num_ranks, capacity, cost, balance, layout), key=span)
+        # rings that are wider than they need to be send more: what is gained by them must be worth it
+        if span(other) < span(best) - span(best) // WORTH_IT:
+            best = other
     return best
 
 
