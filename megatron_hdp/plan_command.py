@@ -87,8 +87,8 @@ def _title(flags: PlanFlags, options: PlanOptions, source: str) -> str:
     choices = [] if flags.compare else [flags.algorithm]
     choices += [f"balance {options.balance}", *layout, *(["offload"] if flags.offload else [])]
     layer = cost.layer or cost.profile.default_layer
-    source = f" ({flags.layers_source})" if flags.layers_per_stage is None else ""
-    model = [f"profile {cost.profile.name}", f"layer {layer}", f"{cost.layers_per_stage} layers a stage{source}"]
+    assumed = f" ({flags.layers_source})" if flags.layers_per_stage is None else ""
+    model = [f"profile {cost.profile.name}", f"layer {layer}", f"{cost.layers_per_stage} layers a stage{assumed}"]
     model += ["full recompute"] if cost.recompute == "full" else []
     model += [f"window {cost.window:,}"] if cost.window is not None else []
     steps = f"{flags.steps} step{'s' * (flags.steps > 1)} of {flags.batch_tokens} tokens"

@@ -354,6 +354,7 @@ def test_the_head_says_what_layers_are_assumed(capsys, words, layers):
     code, out, err = run(capsys, "plan", *BYTED, *words.split())
     assert (code, err) == (0, "")
     assert layers in out
+    assert out.startswith(f"byted: {parse_mix('byted').source}\n")
 
 
 def test_ctrl_c_ends_quietly(capsys, monkeypatch):
