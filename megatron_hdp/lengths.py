@@ -191,7 +191,8 @@ def _cell(row: list[str], column: int, path: Path, number: int) -> int:
 def _column(names: list[str] | None, width: int, path: Path, number: int, field: str | None) -> int:
     """Index of the column with the lengths; ``number``: the line with the names."""
     listed = f"columns: {', '.join(names)}" if names is not None else f"no header, {width} columns"
-    wanted = field if field is not None else "length"
+    usual = "tokens" if names is not None and "length" not in names else "length"
+    wanted = field if field is not None else usual
     if names is not None and wanted in names:
         if names.count(wanted) > 1:
             raise DataError(f"{path}, line {number}: {names.count(wanted)} columns {wanted!r} ({listed}): rename one")
@@ -199,7 +200,7 @@ def _column(names: list[str] | None, width: int, path: Path, number: int, field:
     if field is not None:
         raise DataError(f"{path}, line {number}: no column {field!r} ({listed})")
     if width != 1:
-        raise DataError(f"{path}, line {number}: which column holds the lengths? Name one ({listed})")
+        raise DataError(f"{path}, line {number}: which column holds the lengths? Name one with --field ({listed})")
     if names is not None and re.match(r"[-+.]?[0-9]", names[0]):
         raise DataError(f"{path}, line {number}: {names[0]!r} is neither a length nor the name of a column")
     return 0

@@ -186,7 +186,7 @@ class PlanFlags:
             tokens_per_rank=self.sizes()[0],
             cost=self.cost(),
             algorithm=self.algorithm,
-            balance=self.balance or ("pp" if together else "dp"),
+            balance=("pp" if together else "dp") if self.balance in (None, "auto") else self.balance,
             stages=self.stages,
             virtual_stages=self.virtual_stages,
             expert_group=self.expert_group,

@@ -22,7 +22,7 @@ from megatron_hdp.planner.waves import best_waves, powers_of_two
 from megatron_hdp.types import IntArray, Plan
 
 ALGORITHMS = ("hdp", *BASELINES)
-BALANCES = ("dp", "pp")
+BALANCES = ("auto", "dp", "pp")
 MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
 MAX_RANKS = 2**20
@@ -41,7 +41,7 @@ def plan(
     tokens_per_rank: int,
     *,
     algorithm: str = "hdp",
-    balance: str = "dp",
+    balance: str = "auto",
     pad_multiple: int = 2,
     stages: int = 1,
     virtual_stages: int = 1,
@@ -58,7 +58,7 @@ def plan(
         algorithm: "hdp" gives each sequence the ring that shortens the step most; others are baselines to compare
             with, see `megatron_hdp.planner.baselines.BASELINES`. "static": one ring over the whole pool.
         balance: "dp" lets ranks run as many micro-batches as they have time for; "pp" also gives a ring the same slot
-            on all its ranks, as pipeline stages and experts need.
+            on all its ranks, as pipeline stages and experts need; "auto" is "pp" with those, else "dp".
         pad_multiple: pieces are multiples of this: 2, or lcm(2, TP) with sequence parallelism.
         stages: pipeline stages.
         virtual_stages: model parts per stage; with more than one, counts are a multiple of ``stages``.
@@ -81,6 +81,8 @@ def plan(
     )
     if cost is not None and not isinstance(cost, CostModel):
         raise ConfigError(f"cost is {cost!r}: give a megatron_hdp.cost.CostModel")
+    if balance == "auto":
+        balance = "pp" if layout.stages > 1 or layout.expert_group > 1 else "dp"
     _refuse_settings(num_ranks, tokens_per_rank, algorithm, balance, pad_multiple, layout)
     array = _refuse_batch(lengths, num_ranks, tokens_per_rank, pad_multiple)
     cost = default_cost(layout.stages) if cost is None else cost

@@ -274,7 +274,7 @@ def changed(**flags):
         (["plan", *changed(steps="0")], "--steps is 0"),
         (["plan", *changed(seed="4294967296")], "--seed is 4294967296"),
         (["plan", *changed(algorithm="magic")], "--algorithm is 'magic': choose one of hdp, static"),
-        (["plan", *changed(balance="none")], "--balance is 'none': choose one of dp, pp"),
+        (["plan", *changed(balance="none")], "--balance is 'none': choose one of auto, dp, pp"),
         (["plan", *changed(balance="dp", stages="2")], "--balance dp with 2 pipeline stages"),
         (["plan", *changed(virtual_stages="2")], "--virtual-stages is 2 with one pipeline stage"),
         (["plan", *changed(stages="0")], "--stages is 0"),

@@ -599,3 +599,9 @@ def test_needs_neither_torch_nor_megatron():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == CostModel(H100, 2).picoseconds(4096)
+
+
+def test_the_documented_profile_can_be_read():
+    text = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    profile = Profile.from_json(text.split("```json")[1].split("```")[0])
+    assert CostModel(profile, layers_per_stage=32).picoseconds(8192) > 0

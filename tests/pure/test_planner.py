@@ -351,3 +351,10 @@ def test_lengths_of_another_kind_are_refused(lengths):
 
 def test_small_numpy_integers_do_not_overflow():
     assert plan([10, 3], np.int16(2), np.uint8(8)) == plan([10, 3], 2, 8)
+
+
+def test_balance_is_chosen_by_the_layout():
+    lengths = [90, 30, 8, 8]
+    assert plan(lengths, 8, 16) == plan(lengths, 8, 16, balance="dp")
+    assert plan(lengths, 8, 16, stages=2) == plan(lengths, 8, 16, balance="pp", stages=2)
+    assert plan(lengths, 8, 16, expert_group=4) == plan(lengths, 8, 16, balance="pp", expert_group=4)
