@@ -162,7 +162,7 @@ def test_list_and_array_give_the_same_plan():
         (([3], 0, 8), {}, ConfigError, ["0 ranks"]),
         (([3], 2, 8), {"algorithm": "magic"}, ConfigError, ["'magic'", "hdp, static"]),
         (([3], 2, 8), {"balance": "tp"}, ConfigError, ["'tp'", "dp, pp"]),
-        (([3], 2, 8), {"stages": 2}, ConfigError, ["--hdp-balance dp", "2 pipeline stages", "pp"]),
+        (([3], 2, 8), {"balance": "dp", "stages": 2}, ConfigError, ["--hdp-balance dp", "2 pipeline stages", "pp"]),
         (([3], 2, 8), {"stages": 0}, ConfigError, ["stages is 0"]),
         (([3], 2, 8), {"virtual_stages": 2}, ConfigError, ["virtual_stages is 2"]),
     ],
