@@ -6,11 +6,9 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.columns import Columns, Layout
-from megatron_hdp.planner.graph import tie_experts
 from megatron_hdp.planner.halves import Half
 from megatron_hdp.planner.packs import Locals, Packs
-from megatron_hdp.planner.span import ends_of_columns
-from megatron_hdp.planner.units import Units, arrange, cells, offsets
+from megatron_hdp.planner.units import PHASES, Units, arrange, cells, unit_ends
 from megatron_hdp.types import IntArray
 
 
@@ -120,29 +118,12 @@ def ends(candidate: Candidate, lengths: IntArray, cost: CostModel, layout: Layou
     rings = int((candidate.sequence >= 0).sum())
     length, size = lengths[candidate.sequence[:rings]], candidate.size[:rings]
     tier = cost.tier(candidate.start[:rings], size)
-    num_units = candidate.start.size
+    forward, backward = (
+        np.concatenate([cost.microbatch_picoseconds(phase) + cost.picoseconds(length, size, tier, phase), own])
+        for phase, own in zip(PHASES, (candidate.packs.forward, candidate.packs.backward), strict=True)
+    )
     units = Units(np.zeros(0, dtype=np.int64), candidate.start, candidate.size, candidate.slot)
-    unit, rank = cells(units)
-    rank_offsets = offsets(candidate.counts)
-    microbatch = rank_offsets[rank] + candidate.slot[unit]
-    times = []
-    for phase, own in (("forward", candidate.packs.forward), ("backward", candidate.packs.backward)):
-        constant = cost.microbatch_picoseconds(phase)  # type: ignore[arg-type]
-        of_unit = np.empty(num_units, dtype=np.int64)
-        of_unit[:rings] = constant
-        if rings:
-            of_unit[:rings] += cost.picoseconds(length, size, tier, phase)  # type: ignore[arg-type]
-        of_unit[rings:] = own
-        time = np.full(int(rank_offsets[-1]), constant, dtype=np.int64)
-        time[microbatch] = of_unit[unit]
-        times.append(time)
-    ring_cells = np.flatnonzero(unit < rings)
-    ring_cells = ring_cells[np.argsort(microbatch[ring_cells], kind="stable")]
-    held = np.bincount(microbatch[ring_cells], minlength=int(rank_offsets[-1]))
-    columns = (offsets(held), unit[ring_cells], candidate.size)
-    if layout.expert_group > 1:
-        columns = tie_experts(rank_offsets, *columns, layout.expert_group)
-    return ends_of_columns(rank_offsets, *columns, times[0], times[1], layout.stages, layout.virtual_stages)
+    return unit_ends(units, candidate.counts, forward, backward, cost, layout)
 
 
 def finish(candidate: Candidate, locals_: Locals, num_sequences: int) -> Columns:

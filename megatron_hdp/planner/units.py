@@ -5,14 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.cost import CostModel
+from megatron_hdp.cost import CostModel, Phase
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.check import held_tokens
-from megatron_hdp.planner.columns import Columns
+from megatron_hdp.planner.columns import Columns, Layout
+from megatron_hdp.planner.graph import tie_experts
+from megatron_hdp.planner.span import ends_of_columns
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 FloatArray = npt.NDArray[np.float64]
 
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
 _NEVER = np.iinfo(np.int64).max // 2
 """Later than any rank is free, and twice it still fits."""
 
@@ -96,6 +99,36 @@ def arrange(units: Units, slots: IntArray, counts: IntArray) -> Columns:
         microbatch_offsets=offsets(np.bincount(microbatch, minlength=int(rank_offsets[-1]))),
         piece_sequence=sequence[order],
     )
+
+
+def unit_ends(
+    units: Units, counts: IntArray, forward: IntArray, backward: IntArray, cost: CostModel, layout: Layout
+) -> IntArray:
+    """When each rank is done, picoseconds [num_ranks]; as `planner.span.rank_ends` of the plan that `arrange` makes.
+
+    Args:
+        units: units whose times are their slots; ``of`` is not looked at.
+        counts: micro-batches of each rank, int64 [num_ranks].
+        forward: picoseconds of every unit on one stage, int64 [num_units].
+        backward: the same for backward.
+        cost: what empty micro-batches cost.
+        layout: how the model is cut.
+    """
+    unit, rank = cells(units)
+    rank_offsets = offsets(counts)
+    microbatch = rank_offsets[rank] + units.time[unit]
+    times = []
+    for phase, of_unit in zip(PHASES, (forward, backward), strict=True):
+        time = np.full(int(rank_offsets[-1]), cost.microbatch_picoseconds(phase), dtype=np.int64)
+        time[microbatch] = of_unit[unit]
+        times.append(time)
+    shared = np.flatnonzero(units.size[unit] > 1)  # only rings make ranks wait for each other
+    shared = shared[np.argsort(microbatch[shared], kind="stable")]
+    held = np.bincount(microbatch[shared], minlength=int(rank_offsets[-1]))
+    columns = (offsets(held), unit[shared], units.size)
+    if layout.expert_group > 1:
+        columns = tie_experts(rank_offsets, *columns, layout.expert_group)
+    return ends_of_columns(rank_offsets, *columns, times[0], times[1], layout.stages, layout.virtual_stages)
 
 
 def order_by(first: IntArray, second: IntArray) -> IntArray:

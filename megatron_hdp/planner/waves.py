@@ -12,10 +12,8 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.columns import Columns, Layout
-from megatron_hdp.planner.graph import tie_experts
 from megatron_hdp.planner.packing import best_fit
-from megatron_hdp.planner.span import ends_of_columns
-from megatron_hdp.planner.units import Units, arrange, cells, offsets
+from megatron_hdp.planner.units import PHASES, Units, arrange, cells, unit_ends
 from megatron_hdp.types import IntArray
 
 LIMITS = ((1, 1), (3, 4), (1, 2), (3, 8), (1, 4), (3, 16), (1, 8), (1, 16))
@@ -83,9 +81,9 @@ def _read(lengths: IntArray, smallest: IntArray, num_ranks: int, capacity: int, 
     short = np.flatnonzero(smallest == 0)
     pack = best_fit(np.asarray(cost.piece_tokens(lengths[short], 1), dtype=np.int64), capacity)
     times = []
-    for phase in ("forward", "backward"):
-        total = np.full(int(pack.max(initial=-1)) + 1, cost.microbatch_picoseconds(phase), dtype=np.int64)  # type: ignore[arg-type]
-        np.add.at(total, pack, cost.picoseconds(lengths[short], 1, 0, phase))  # type: ignore[arg-type]
+    for phase in PHASES:
+        total = np.full(int(pack.max(initial=-1)) + 1, cost.microbatch_picoseconds(phase), dtype=np.int64)
+        np.add.at(total, pack, cost.picoseconds(lengths[short], 1, 0, phase))
         times.append(total)
     return _Batch(lengths, np.flatnonzero(smallest > 0), pack, short, times[0], times[1], num_ranks)
 
@@ -93,27 +91,14 @@ def _read(lengths: IntArray, smallest: IntArray, num_ranks: int, capacity: int, 
 def _time(batch: _Batch, size: IntArray, cost: CostModel, layout: Layout) -> tuple[Units, int]:
     """Units whose times are their waves, and the span. ``size``: of every ring, [num_rings]."""
     units = _waves(batch, size, cost)
-    num_packs, long = batch.forward.size, batch.lengths[batch.rings]
-    start = units.start[num_packs:]
-    unit, rank = cells(units)
+    long = batch.lengths[batch.rings]
+    tier = cost.tier(units.start[batch.forward.size :], size)
+    forward, backward = (
+        np.concatenate([packs, cost.microbatch_picoseconds(phase) + cost.picoseconds(long, size, tier, phase)])
+        for phase, packs in zip(PHASES, (batch.forward, batch.backward), strict=True)
+    )
     counts = _counts(units, batch.num_ranks, layout)
-    rank_offsets = offsets(counts)
-    microbatch = rank_offsets[rank] + units.time[unit]
-    times = []
-    for phase, packs in (("forward", batch.forward), ("backward", batch.backward)):
-        constant = cost.microbatch_picoseconds(phase)  # type: ignore[arg-type]
-        rings = constant + cost.picoseconds(long, size, cost.tier(start, size), phase)  # type: ignore[arg-type]
-        time = np.full(int(rank_offsets[-1]), constant, dtype=np.int64)
-        time[microbatch] = np.concatenate([packs, rings])[unit]
-        times.append(time)
-    shared = np.flatnonzero(units.size[unit] > 1)
-    shared = shared[np.argsort(microbatch[shared], kind="stable")]
-    held = np.bincount(microbatch[shared], minlength=int(rank_offsets[-1]))
-    columns = (offsets(held), unit[shared], units.size)
-    if layout.expert_group > 1:
-        columns = tie_experts(rank_offsets, *columns, layout.expert_group)
-    ends = ends_of_columns(rank_offsets, *columns, times[0], times[1], layout.stages, layout.virtual_stages)
-    return units, int(ends.max())
+    return units, int(unit_ends(units, counts, forward, backward, cost, layout).max())
 
 
 def _counts(units: Units, num_ranks: int, layout: Layout) -> IntArray:

@@ -92,7 +92,7 @@ def test_both_stop_at_the_first_that_is_enough():
 
 @pytest.mark.parametrize("layout", [(3, 1, 1), (2, 2, 4), (1, 1, 1)], ids=str)
 def test_dull_evaluator_agrees_too(monkeypatch, layout):
-    monkeypatch.setattr("megatron_hdp.planner.candidate.ends_of_columns", ends_of_columns_python)
+    monkeypatch.setattr("megatron_hdp.planner.units.ends_of_columns", ends_of_columns_python)
     random = np.random.default_rng(layout)
     for _ in range(3):
         task, (pair, _) = random_task(random, Layout(*layout))
