@@ -2,23 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_hdp.cost import CostModel, load_profile
 from megatron_hdp.errors import ConfigError, PlanError
 from megatron_hdp.planner.baselines import BASELINES
-from megatron_hdp.planner.bound import lower_bound
 from megatron_hdp.planner.check import check
-from megatron_hdp.planner.columns import Columns, Layout
-from megatron_hdp.planner.dp import demanded_rings, plan_dp, widest_rings
-from megatron_hdp.planner.pp import plan_pp
-from megatron_hdp.planner.span import rank_ends
-from megatron_hdp.planner.units import smallest_rings
-from megatron_hdp.planner.waves import best_waves, powers_of_two
+from megatron_hdp.planner.columns import Layout
+from megatron_hdp.planner.hdp import plan_hdp
 from megatron_hdp.types import IntArray, Plan
 
 ALGORITHMS = ("hdp", *BASELINES)
@@ -27,12 +21,6 @@ MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
 MAX_RANKS = 2**20
 MAX_STAGES = 1024
-FEW_SEQUENCES = 1024
-"""Up to so many, plans of all baselines are tried as well."""
-WORTH_IT = 64
-"""They are taken if they are more than 1 / WORTH_IT shorter."""
-MOST_MISSES = 2
-"""A pipeline is planned with a quarter of the capacity, a sixteenth, ... until that many do not help."""
 
 
 def plan(
@@ -93,7 +81,7 @@ def plan(
     if cost.pad_multiple != pad_multiple:
         cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
     if algorithm == "hdp":
-        result = _plan_hdp(array, num_ranks, tokens_per_rank, cost, balance, layout, offload)
+        result = plan_hdp(array, num_ranks, tokens_per_rank, cost, balance, layout, offload=offload)
     else:
         result = BASELINES[algorithm](
             array,
@@ -113,117 +101,6 @@ def plan(
 def default_cost(stages: int = 1) -> CostModel:
     """Cost of a stage of LLaMA-7B on the cluster of the ByteScale paper, when nothing better is known."""
     return CostModel(load_profile("bytescale"), layers_per_stage=max(1, 32 // stages))
-
-
-def _plan_hdp(
-    lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, balance: str, layout: Layout, offload: bool
-) -> Plan:
-    """Rings by what shortens the step, micro-batches by time. Offload only where the step is shorter with it."""
-
-    def span(plan: Plan) -> int:
-        return int(rank_ends(plan, cost, layout.stages, layout.virtual_stages, layout.expert_group).max())
-
-    def attempt(held: int, leave: bool) -> Plan:
-        return _plan_kept(lengths, num_ranks, capacity, held, cost, balance, layout, leave)
-
-    best = attempt(capacity, False)
-    if offload:
-        best = min(best, attempt(capacity, True), key=span)
-    held, misses = min(capacity, int(lengths.max())), 0
-    while balance == "pp" and misses < MOST_MISSES:
-        # wider rings than memory asks make micro-batches more alike, and a pipeline waits for the longest
-        held = held // 4 // cost.pad_multiple * cost.pad_multiple
-        if num_ranks * held < int(lengths.max()):
-            break
-        other = attempt(held, False)
-        misses = 0 if span(other) < span(best) else misses + 1
-        best = min(best, other, key=span)
-    if lengths.size <= FEW_SEQUENCES:
-        other = min(_others(lengths, num_ranks, capacity, cost, balance, layout), key=span)
-        # rings that are wider than they need to be send more: what is gained by them must be worth it
-        if span(other) < span(best) - span(best) // WORTH_IT:
-            best = other
-    return best
-
-
-def _others(
-    lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, balance: str, layout: Layout
-) -> Iterator[Plan]:
-    """What others do: of a few sequences the order in which they are placed is much, and all of it is soon tried."""
-    for plan_other in BASELINES.values():
-        yield plan_other(
-            lengths,
-            num_ranks,
-            capacity,
-            cost.pad_multiple,
-            cost=cost,
-            count_multiple=layout.count_multiple,
-            equal_counts=balance == "pp",
-        )
-
-
-def _plan_kept(
-    lengths: IntArray,
-    num_ranks: int,
-    capacity: int,
-    held: int,
-    cost: CostModel,
-    balance: str,
-    layout: Layout,
-    offload: bool,
-) -> Plan:
-    """The same with pieces of at most ``held`` tokens of the capacity, and offload wherever it is free, or without."""
-    smallest, leaves = smallest_rings(lengths, num_ranks, held, cost.pad_multiple, cost, offload=offload)
-    bound = lower_bound(
-        lengths,
-        num_ranks,
-        capacity,
-        cost,
-        stages=layout.stages,
-        virtual_stages=layout.virtual_stages,
-        offload=leaves if offload else None,
-    ).picoseconds
-    smallest = demanded_rings(cost, lengths, smallest, num_ranks, bound // layout.stages)
-    widest = widest_rings(cost, lengths, smallest, num_ranks)
-    if balance == "dp":
-        columns = plan_dp(lengths, smallest, widest, num_ranks, capacity, cost, bound)
-    else:
-        columns = plan_pp(lengths, smallest, widest, num_ranks, held, cost, bound, layout)
-    planned = _as_plan(columns, lengths, num_ranks, capacity, cost.pad_multiple, leaves)
-    return planned if balance == "dp" else _or_waves(planned, cost, layout)
-
-
-def _or_waves(planned: Plan, cost: CostModel, layout: Layout) -> Plan:
-    """The better of a pipeline's plan and waves."""
-    if not np.any(planned.ring_size > 1):
-        return planned
-    ranks = planned.num_ranks
-    ours = rank_ends(planned, cost, layout.stages, layout.virtual_stages, layout.expert_group)
-    span, columns = best_waves(planned.lengths, ranks, planned.capacity, cost, powers_of_two(ranks), layout)
-    if span >= int(ours.max()):
-        return planned
-    nothing = np.zeros(planned.lengths.size)
-    return _as_plan(columns, planned.lengths, ranks, planned.capacity, cost.pad_multiple, nothing)
-
-
-def _as_plan(
-    columns: Columns,
-    lengths: IntArray,
-    num_ranks: int,
-    capacity: int,
-    pad_multiple: int,
-    leaves: npt.NDArray[np.float64],
-) -> Plan:
-    """``leaves``: share of the activations that leaves if the smallest ring is used, [num_sequences]."""
-    kept = columns.ring_size >= -(-lengths // capacity)  # a ring that turned out wide enough to keep everything
-    return Plan(
-        num_ranks=num_ranks,
-        capacity=capacity,
-        pad_multiple=pad_multiple,
-        lengths=lengths,
-        offload=np.where(kept, 0.0, leaves),
-        **columns._asdict(),
-    )
 
 
 def _whole(name: str, value: Any, most: int) -> int:
