@@ -179,14 +179,15 @@ class PlanFlags:
     def options(self) -> "PlanOptions":
         """What the planner takes. Raises `ConfigError`."""
         from megatron_hdp.plan_step import PlanOptions
+        from megatron_hdp.planner.columns import Layout
 
-        together = self.stages > 1 or self.expert_group > 1
+        layout = Layout(self.stages, self.virtual_stages, self.expert_group)
         return PlanOptions(
             num_ranks=self.ranks,
             tokens_per_rank=self.sizes()[0],
             cost=self.cost(),
             algorithm=self.algorithm,
-            balance=("pp" if together else "dp") if self.balance in (None, "auto") else self.balance,
+            balance=layout.balance(self.balance or "auto"),
             stages=self.stages,
             virtual_stages=self.virtual_stages,
             expert_group=self.expert_group,

@@ -15,12 +15,8 @@ from megatron_hdp.cost.core import core_arguments
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.bound_times import RingTimes
 from megatron_hdp.planner.bound_window import Kinds, window
+from megatron_hdp.planner.native import _core
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin gives the same bound, slower
-    _core = None  # type: ignore[assignment]
 
 OFFLOAD_ONE = 1 << 20
 """Offload fractions are rounded up to multiples of 2^-20: float products with those are exact below 2^33 tokens."""

@@ -11,13 +11,9 @@ from megatron_hdp.cost.core import core_arguments
 from megatron_hdp.planner.candidate import Candidate, assemble, ends
 from megatron_hdp.planner.columns import Layout
 from megatron_hdp.planner.halves import Half
+from megatron_hdp.planner.native import _core
 from megatron_hdp.planner.packs import Locals, make_packs, ramp_rooms, spread
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin gives the same times, slower
-    _core = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,9 @@ import numpy.typing as npt
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.deadlock import require_order
 from megatron_hdp.planner.graph import tie_experts
+from megatron_hdp.planner.native import _core
 from megatron_hdp.planner.span import ends_of_columns
 from megatron_hdp.types import IntArray, Plan, Ring
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin below finds the same, slower
-    _core = None  # type: ignore[assignment]
 
 MAX_PEERS = 4
 """Ranks that one rank exchanges data with, over a whole run."""

@@ -27,6 +27,12 @@ class Layout:
     expert_group: int = 1
     """Consecutive ranks that share experts."""
 
+    def balance(self, asked: str) -> str:
+        """``asked``, or for "auto" what the layout needs: "pp" with pipeline stages or experts, else "dp"."""
+        if asked != "auto":
+            return asked
+        return "pp" if self.stages > 1 or self.expert_group > 1 else "dp"
+
     @property
     def count_multiple(self) -> int:
         """Micro-batch counts are a multiple of this: Megatron's interleaved schedule demands it."""

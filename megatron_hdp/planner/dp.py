@@ -10,12 +10,9 @@ from megatron_hdp.cost.core import core_arguments
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.columns import Columns
 from megatron_hdp.planner.dp_python import plan_dp_python
+from megatron_hdp.planner.native import _core
+from megatron_hdp.planner.skyline import best_picoseconds
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin makes the same plan, slower
-    _core = None  # type: ignore[assignment]
 
 MOST_PICOSECONDS = 1 << 58
 """Bounds from here on are refused: schedules may end some times later, and sums of those must fit int64."""
@@ -73,10 +70,10 @@ def demanded_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_r
 
     They get the smallest ring that takes no longer, or, if there is none, the widest that hides its transfers.
     """
-    constant = cost.microbatch_picoseconds()
     result = smallest.copy()
     local = np.flatnonzero(smallest == 1)
-    late = local[cost.picoseconds(lengths[local], 1, 0) + constant > limit]
+    alone = best_picoseconds(cost, lengths[local], np.ones_like(local))
+    late, alone = local[alone > limit], alone[alone > limit]
     if not late.size or num_ranks < 2:
         return result
     long = lengths[late]
@@ -84,10 +81,7 @@ def demanded_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_r
     low = np.full_like(late, 2)
     while np.any(low < high):  # time falls with the ring as far as transfers hide
         middle = (low + high) // 2
-        tier = np.where(middle > cost.ranks_per_node, 1, 0)
-        good = cost.picoseconds(long, middle, tier) + constant <= limit
+        good = best_picoseconds(cost, long, middle) <= limit
         low, high = np.where(good, low, np.minimum(middle + 1, high)), np.where(good, middle, high)
-    tier = np.where(low > cost.ranks_per_node, 1, 0)
-    shorter = cost.picoseconds(long, low, tier) < cost.picoseconds(long, 1, 0)
-    result[late] = np.where(shorter, low, 1)
+    result[late] = np.where(best_picoseconds(cost, long, low) < alone, low, 1)
     return result

@@ -69,8 +69,7 @@ def plan(
     )
     if cost is not None and not isinstance(cost, CostModel):
         raise ConfigError(f"cost is {cost!r}: give a megatron_hdp.cost.CostModel")
-    if balance == "auto":
-        balance = "pp" if layout.stages > 1 or layout.expert_group > 1 else "dp"
+    balance = layout.balance(balance)
     _refuse_settings(num_ranks, tokens_per_rank, algorithm, balance, pad_multiple, layout)
     array = _refuse_batch(lengths, num_ranks, tokens_per_rank, pad_multiple)
     cost = default_cost(layout.stages) if cost is None else cost

@@ -4,13 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hdp.planner.native import _core
 from megatron_hdp.planner.schedule import Exchange, Messages, Op, next_place, previous_place, steps
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin gives the same times, slower
-    _core = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

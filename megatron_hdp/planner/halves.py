@@ -12,12 +12,8 @@ import numpy as np
 from megatron_hdp.cost import CostModel
 from megatron_hdp.cost.core import core_arguments
 from megatron_hdp.planner.dp_python import place_rings_python
+from megatron_hdp.planner.native import _core
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin makes the same plan, slower
-    _core = None  # type: ignore[assignment]
 
 MOST_COARSE = 128
 """Rings that are placed one by one with care; the others go to the lowest ranks."""

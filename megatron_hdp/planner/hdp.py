@@ -113,7 +113,7 @@ class _Batch:
     @cached_property
     def _waves(self) -> "_Timed":
         sizes = powers_of_two(self.num_ranks)
-        _, columns = best_waves(self.lengths, self.num_ranks, self.capacity, self.cost, sizes, self.layout)
+        columns = best_waves(self.lengths, self.num_ranks, self.capacity, self.cost, sizes, self.layout)
         return self._timed(columns, np.zeros(self.lengths.size))
 
     def _timed(self, columns: Columns, leaves: npt.NDArray[np.float64]) -> "_Timed":

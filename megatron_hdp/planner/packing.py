@@ -5,12 +5,8 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_hdp.planner.native import _core
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin below gives the same bins, slower
-    _core = None  # type: ignore[assignment]
 
 _WORD_BITS = 6
 _WORD = 1 << _WORD_BITS

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hdp.planner.native import _core
 from megatron_hdp.types import IntArray
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin makes the same plan, slower
-    _core = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,8 @@ import numpy as np
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.graph import groups, pipeline_graph, run_python, tie_experts, tied_slots, whole_graph
+from megatron_hdp.planner.native import _core
 from megatron_hdp.types import IntArray, Plan
-
-try:
-    from megatron_hdp import _core
-except ImportError:  # a source tree without a compiler: the twin gives the same times, slower
-    _core = None  # type: ignore[assignment]
 
 
 def microbatch_picoseconds(plan: Plan, cost: CostModel) -> tuple[IntArray, IntArray]:

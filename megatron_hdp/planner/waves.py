@@ -44,8 +44,8 @@ class _Batch:
 
 def best_waves(
     lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, sizes: IntArray, layout: Layout
-) -> tuple[int, Columns]:
-    """Of some limits of the longest rings, the least span and its plan. Counts are equal, slots of a ring too.
+) -> Columns:
+    """The plan with the least span, of some limits of the longest rings. Counts are equal, slots of a ring too.
 
     Args:
         lengths: tokens of every sequence, int64 [num_sequences].
@@ -71,9 +71,9 @@ def best_waves(
             if best is None or span < best[0]:
                 best = span, units
     assert best is not None
-    span, units = best
+    units = best[1]
     unit, _ = cells(units)
-    return span, arrange(units, units.time[unit], _counts(units, num_ranks, layout))
+    return arrange(units, units.time[unit], _counts(units, num_ranks, layout))
 
 
 def _read(lengths: IntArray, smallest: IntArray, num_ranks: int, capacity: int, cost: CostModel) -> _Batch:

@@ -17,8 +17,9 @@ from megatron_hdp.attention.kernels import BlockKernel, chosen_kernel
 from megatron_hdp.batch_rule import BatchRule, first_rule, resumed_rule
 from megatron_hdp.config import HdpConfig, flag, option_names, resolve
 from megatron_hdp.errors import ConfigError
+from megatron_hdp.planner.columns import Layout
 from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
-from megatron_hdp.seams.costs import cost_from_args
+from megatron_hdp.seams.costs import cost_from_args, stages_from_args
 from megatron_hdp.seams.data import check_data_flags
 from megatron_hdp.seams.flag_group import add_group, mend_help
 from megatron_hdp.seams.refuse import refuse_conflicts, refuse_numbers
@@ -188,8 +189,7 @@ def _complete(args: Any, config: HdpConfig) -> None:
     """Store the resolved options, after Megatron's checks passed."""
     for name, value in dataclasses.asdict(config).items():
         setattr(args, f"hdp_{name}", value)
-    if args.hdp_balance == "auto":
-        args.hdp_balance = "pp" if args.pipeline_model_parallel_size > 1 else "dp"
+    args.hdp_balance = Layout(*stages_from_args(args)).balance(args.hdp_balance)
     cost_from_args(args, config)  # refuses a profile that cannot be read, before anything is set up
     if config.kernel != "auto":  # asking for the fastest would start CUDA before Megatron chooses the device
         kernel_from_args(args)

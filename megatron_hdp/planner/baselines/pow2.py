@@ -11,8 +11,8 @@ import dataclasses
 import numpy as np
 
 from megatron_hdp.cost import CostModel
-from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.columns import Layout
+from megatron_hdp.planner.units import smallest_rings
 from megatron_hdp.planner.waves import best_waves, powers_of_two
 from megatron_hdp.types import IntArray, Plan
 
@@ -45,17 +45,11 @@ def plan_pow2(
     Raises:
         PlanError: a sequence does not fit in the pool.
     """
-    needed = -(-lengths // capacity)
-    if int(needed.max()) > num_ranks:
-        longest = int(np.argmax(needed))
-        raise PlanError(
-            f"sequence {longest} has {int(lengths[longest])} tokens and needs {int(needed[longest])} ranks of "
-            f"{capacity} tokens, the pool has {num_ranks}: raise --hdp-tokens-per-rank or use more ranks"
-        )
+    smallest_rings(lengths, num_ranks, capacity, pad_multiple, cost, offload=False)  # refuses what the pool cannot hold
     if cost.pad_multiple != pad_multiple:
         cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
     layout = Layout(count_multiple, 2) if count_multiple > 1 else Layout()
-    _, columns = best_waves(lengths, num_ranks, capacity, cost, powers_of_two(num_ranks), layout)
+    columns = best_waves(lengths, num_ranks, capacity, cost, powers_of_two(num_ranks), layout)
     return Plan(
         num_ranks=num_ranks,
         capacity=capacity,
