@@ -25,7 +25,8 @@ import numpy as np
 from megatron_hdp.cost import CostModel, load_profile
 from megatron_hdp.data.stream import cut_documents
 from megatron_hdp.errors import HdpError, SeamError
-from megatron_hdp.lengths import format_size, read_lengths
+from megatron_hdp.length_files import read_lengths
+from megatron_hdp.lengths import format_size
 from megatron_hdp.mixes import mix_batches, parse_mix
 from megatron_hdp.plan_step import PlannedStep, Planner, PlanOptions, plan_step
 from megatron_hdp.planner import check, core_backend, plan

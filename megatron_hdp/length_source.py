@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hdp.errors import ConfigError, DataError
-from megatron_hdp.lengths import read_lengths
+from megatron_hdp.length_files import read_lengths
 from megatron_hdp.mixes import NAMES, corpus_batches, is_mix, mix_batches, parse_mix
 from megatron_hdp.types import IntArray
 

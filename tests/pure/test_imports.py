@@ -19,7 +19,7 @@ sys.meta_path.insert(0, Blocked())
 """
 
 TORCH_FREE = ["types", "errors", "config", "liveness", "cli", "doctor", "planner", "data"]
-TORCH_FREE += ["cost", "lengths", "length_source", "mixes", "plan_command", "plan_flags", "plan_json"]
+TORCH_FREE += ["cost", "lengths", "length_files", "length_source", "mixes", "plan_command", "plan_flags", "plan_json"]
 TORCH_FREE += ["plan_report", "plan_step"]
 
 

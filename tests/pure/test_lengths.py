@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from megatron_hdp.data.indexed import write_indexed
 from megatron_hdp.errors import ConfigError, DataError
+from megatron_hdp.length_files import read_lengths
 from megatron_hdp.lengths import (
     QUANTILES,
     TAIL_FROM,
     format_size,
     parse_size,
-    read_lengths,
     render_lengths,
     summarize_lengths,
 )
