@@ -70,12 +70,12 @@ def demanded_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_r
 
     They get the smallest ring that takes no longer, or, if there is none, the widest that hides its transfers.
     """
-    result = smallest.copy()
     local = np.flatnonzero(smallest == 1)
+    longest = lengths[local].max(keepdims=True, initial=1)
+    if num_ranks < 2 or best_picoseconds(cost, longest, np.ones_like(longest))[0] <= limit:
+        return smallest  # a shorter sequence takes no longer, so there is no need to look at all
     alone = best_picoseconds(cost, lengths[local], np.ones_like(local))
     late, alone = local[alone > limit], alone[alone > limit]
-    if not late.size or num_ranks < 2:
-        return result
     long = lengths[late]
     high = widest_rings(cost, long, np.full_like(late, 2), num_ranks)
     low = np.full_like(late, 2)
@@ -83,5 +83,6 @@ def demanded_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_r
         middle = (low + high) // 2
         good = best_picoseconds(cost, long, middle) <= limit
         low, high = np.where(good, low, np.minimum(middle + 1, high)), np.where(good, middle, high)
+    result = smallest.copy()
     result[late] = np.where(best_picoseconds(cost, long, low) < alone, low, 1)
     return result
