@@ -1,8 +1,12 @@
-"""Exact causal attention over micro-batches of local and ring pieces.
+"""Exact causal attention over micro-batches of local and shared pieces.
 
-layout     which block is computed when, which rows it reads, what travels (no torch)
-kernels    attention of one block: torch's flash ops, and a plain reference
-comm       the one communicator of all rings
-ring       `hdp_attention`: the schedule of layout, run with kernels over comm
+layout     which rows are computed on when and with whom, with `view` and the layout of every exchange (no torch)
+attend     `hdp_attention`: the layout, run with kernels over the pool's communicator
+steps      how exchanges and compute of pieces are woven together
+walk, fetch, heads   the exchanges
+comm       the one communicator
+kernels    attention of packed blocks
+traffic    bytes that every rank sends, from the plan alone (no torch)
+trace      what a rank did when
 reference  float64 attention of a whole sequence, the dull twin
 """

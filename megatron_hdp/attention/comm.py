@@ -5,40 +5,53 @@ One process group carries every ring; no group is ever made per ring. All ranks 
 order alone and no cycle of waiting can form.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hdp.attention.trace import EXCHANGE, WAIT, Trace
 from megatron_hdp.errors import ConfigError, RankLostError
 
-Operation = tuple[Callable[..., object], Tensor, int, str]
+type Operation = tuple[Callable[..., object], Tensor, int, str]
 """`isend` or `irecv`, the tensor, the peer's pool rank, and words for what it does."""
+type Message = tuple[Tensor, int]
+"""A contiguous tensor, and the pool rank that it goes to or comes from."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A send and a receive under way."""
+    """Sends and receives under way."""
 
     works: tuple[tuple[dist.Work, str], ...]
     """Outstanding operations, each with the words for what it does."""
-    sent: Tensor
+    sent: tuple[Tensor, ...]
     """Kept alive, and not to be written to, until `wait` returns."""
-    received: Tensor
+    received: tuple[Tensor, ...]
     context: str
+    trace: Trace | None = None
+    posted: float = field(default_factory=time.perf_counter)
 
-    def wait(self) -> Tensor:
-        """Block (NCCL: make the current stream wait) until both are done; returns the received tensor.
+    def wait(self) -> tuple[Tensor, ...]:
+        """Block (NCCL: make the current stream wait) until all are done; returns the received tensors.
 
         Raises RankLostError if a peer is gone.
         """
+        if self.trace is not None and self.works:
+            self.trace.begin_wait()
+        begin = time.perf_counter()
         for work, deed in self.works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise _lost(deed, self.context, error) from error
+        if self.trace is not None and self.works:
+            end = time.perf_counter()
+            self.trace.add(self.context, EXCHANGE, self.posted, end)
+            self.trace.add(self.context, WAIT, begin, end)
         return self.received
 
 
@@ -49,7 +62,16 @@ class RingComm:
     rank r is global rank ``ranks[r]``. Call `warm_up` on every rank before the first step.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        *,
+        overlap: bool = True,
+        trace: Trace | None = None,
+    ) -> None:
+        """``overlap`` off waits for every exchange where it is posted, to measure what hiding it saves. ``trace``
+        collects when exchanges were under way and waited for (host times: of interest on CPU)."""
         self.ranks = tuple(ranks)
         me = dist.get_rank()
         if me not in self.ranks or dist.get_world_size(group) != len(self.ranks):
@@ -60,6 +82,8 @@ class RingComm:
         self.group = group
         self.rank = self.ranks.index(me)
         """Pool rank of this process."""
+        self.overlap = overlap
+        self.trace = trace
         self.bytes_sent = 0
         """Payload bytes of rings sent so far; the few of the warm-up do not count."""
         self.peers: set[int] = set()
@@ -70,21 +94,23 @@ class RingComm:
         """Ranks of the pool."""
         return len(self.ranks)
 
-    def start(
-        self, send: Tensor, send_to: int, receive: Tensor, receive_from: int, *, sequence: int, task: str
-    ) -> Exchange:
-        """Send one contiguous tensor to a pool rank while receiving another; returns at once.
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, sequence: int, task: str) -> Exchange:
+        """Send contiguous tensors to pool ranks while others are received into the given ones; returns at once.
 
-        Both sides know the shapes, so an empty tensor is not sent. ``sequence`` and ``task`` are for the error
-        message. Raises RankLostError if a peer is gone.
+        Both sides know the shapes, so an empty tensor is not sent. Messages between two ranks match by order.
+        ``sequence`` and ``task`` are for the error message. Raises RankLostError if a peer is gone.
         """
         operations: list[Operation] = [
-            (dist.isend, send, send_to, "sending to"),
-            (dist.irecv, receive, receive_from, "receiving from"),
+            *((dist.isend, tensor, peer, "sending to") for tensor, peer in sends if tensor.numel()),
+            *((dist.irecv, tensor, peer, "receiving from") for tensor, peer in receives if tensor.numel()),
         ]
         context = f"{task} of sequence {sequence}"
-        works = self._post([operation for operation in operations if operation[1].numel()], context)
-        return Exchange(works, send, receive, context)
+        sent, received = (tuple(tensor for tensor, _ in messages) for messages in (sends, receives))
+        exchange = Exchange(self._post(operations, context), sent, received, context, self.trace)
+        if not self.overlap:
+            exchange.wait()
+            return Exchange((), sent, received, context)
+        return exchange
 
     def warm_up(self, max_distance: int = 2) -> None:
         """Exchange one small message with every pool rank within ``max_distance``; all ranks must call it together.

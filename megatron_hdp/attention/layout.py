@@ -1,84 +1,72 @@
-"""Which block of attention a rank computes at which step, and where its rows lie. No torch.
+"""Which rows of a micro-batch a rank computes on with whom. No torch.
 
 A micro-batch's tensors hold its pieces one after the other, each as its low chunk then its high chunk. Padding lies
-only at a sequence's tail, so the real rows of a piece are always its first ``real_tokens`` rows; everything below
-speaks of those and padding never enters a kernel.
+only at a sequence's tail, so the real rows of a piece are always its first rows; everything here speaks of those, and
+padding never enters a kernel.
 
-Ring schedule (zigzag ring attention): the K/V slices travel along the walking order, so that at step j the rank at
-position p holds the slice of position o = (p - j) mod d. With p holding chunks p and 2d-1-p:
+A piece is worked on in one of these ways:
 
-    o == p   own low and high chunk against themselves, causal
-    o <  p   all own queries against the source's low chunk, full: its high chunk lies after all own queries
-    o >  p   own high chunk against the source's low and high chunk, full: both lie after the own low chunk
+alone   nothing to exchange: local pieces (`Share`), and what `heads` makes local
+walk    keys and values walk round the ring (`attention.walk_layout`)
+fetch   keys and values that the piece's chunks look back on come from their holders (`attention.fetch_layout`)
+heads   rows are swapped for heads among some ranks, and one of the above follows (`attention.heads_layout`)
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hdp.attention.fetch_layout import Fetch, fetch_layout
+from megatron_hdp.attention.heads_layout import HeadSwap, head_swap
+from megatron_hdp.attention.segments import Segments
+from megatron_hdp.attention.view import Rows, View, view_of
+from megatron_hdp.attention.walk_layout import Walk, walk_layout
 from megatron_hdp.errors import PlanError
-from megatron_hdp.types import IntArray, MicroBatch, Piece
+from megatron_hdp.types import MicroBatch, Piece
 
-Rows = tuple[int, int]
-"""Rows [begin, end)."""
+MOST_SHARES = 8
+"""Local work is cut into so many shares at most, to fill the waiting times of rings with."""
+LEAST_SHARE_TOKENS = 2048
+"""A kernel call for less is not worth its launch."""
 
 
 @dataclass(frozen=True, slots=True)
-class LocalGroup:
-    """Local pieces of equal real length: one batched causal kernel call."""
+class Share:
+    """Some local pieces: one batched causal kernel call."""
 
-    real_tokens: int
-    """Real tokens of each piece."""
     offsets: tuple[int, ...]
     """First row of each piece in the packed tensor."""
+    real_tokens: tuple[int, ...]
+    """Real rows of each piece, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One block of attention of a ring piece: some own queries against some keys of the slice at hand."""
+class Alone:
+    """A whole sequence that needs nothing of others; only inside `heads`."""
 
-    step: int
-    source: int
-    """Ring position whose K/V slice is at hand."""
-    queries: Rows
-    """Rows of the own piece."""
-    keys: Rows
-    """Rows of the source's slice."""
-    causal: bool
+    view: View
+    segments: Segments
 
-    @property
-    def empty(self) -> bool:
-        """Nothing to compute: only padding on one side."""
-        return self.queries[0] >= self.queries[1] or self.keys[0] >= self.keys[1]
+
+type Inner = Alone | Walk | Fetch
 
 
 @dataclass(frozen=True, slots=True)
-class RingPiece:
-    """A piece shared with other ranks: where it lies, whom it talks to, and its blocks in order."""
+class SharedPiece:
+    """A piece whose sequence other ranks hold parts of."""
 
     sequence: int
-    offset: int
-    """First row of the piece in the packed tensor."""
-    position: int
-    size: int
-    previous: int
-    """Pool rank that slices come from."""
-    next: int
-    """Pool rank that slices go to."""
-    slice_tokens: tuple[int, ...]
-    """Real rows of every position's slice: what a message holds."""
-    blocks: tuple[Block, ...]
-    """One per step, 0 .. size - 1."""
+    rows: Rows
+    """Its real rows in the packed tensor."""
+    swap: HeadSwap | None
+    """Rows for heads, before and after ``inner``."""
+    inner: Inner
 
     @property
-    def real_tokens(self) -> int:
-        """Real rows of the own piece."""
-        return self.slice_tokens[self.position]
-
-    def source(self, step: int) -> int:
-        """Ring position whose slice is at hand at ``step``; step d is the owner again."""
-        return (self.position - step) % self.size
+    def waits(self) -> int:
+        """How often the forward pass waits for an exchange."""
+        own = 0 if isinstance(self.inner, Alone) else self.inner.waits
+        return own + (2 if self.swap else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +75,21 @@ class AttentionLayout:
 
     tokens: int
     """Rows that the pieces fill, padding counted; tensors may be longer."""
-    groups: tuple[LocalGroup, ...]
-    rings: tuple[RingPiece, ...]
+    window: int | None
+    """Tokens that a query sees, itself included; None for all before it."""
+    shares: tuple[Share, ...]
+    pieces: tuple[SharedPiece, ...]
 
 
-def attention_layout(micro_batch: MicroBatch, rank: int) -> AttentionLayout:
+def attention_layout(micro_batch: MicroBatch, rank: int, window: int | None = None) -> AttentionLayout:
     """Lay out the attention of ``micro_batch`` on pool rank ``rank``.
 
-    Raises PlanError if a piece does not belong to this rank.
+    Raises PlanError if a piece does not belong to this rank, or its exchange is impossible.
     """
-    same_length: dict[int, list[int]] = defaultdict(list)
-    rings: list[RingPiece] = []
+    if window is not None and window < 1:
+        raise PlanError(f"the window is {window} tokens: a query sees at least itself; use None for full attention")
+    local: list[tuple[int, int]] = []
+    shared: list[SharedPiece] = []
     offset = 0
     for piece in micro_batch.pieces:
         if piece.ring.position(rank) != piece.position:
@@ -106,40 +98,48 @@ def attention_layout(micro_batch: MicroBatch, rank: int) -> AttentionLayout:
                 f"{piece.ring.ranks}, but was given to rank {rank}: pass the rank whose micro-batch this is"
             )
         if piece.ring.size > 1:
-            rings.append(_ring_piece(piece, rank, offset))
+            shared.append(_shared_piece(piece, offset, window))
         elif piece.real_tokens > 0:
-            same_length[piece.real_tokens].append(offset)
+            local.append((offset, piece.real_tokens))
         offset += piece.tokens
-    groups = tuple(LocalGroup(length, tuple(offsets)) for length, offsets in same_length.items())
-    return AttentionLayout(offset, groups, tuple(rings))
+    shares = _shares(local, sum(piece.waits for piece in shared), window)
+    return AttentionLayout(offset, window, shares, tuple(shared))
 
 
-def slice_tokens(length: int, ring_size: int, chunk_tokens: int) -> IntArray:
-    """Real tokens that each position of a ring holds, shape [ring_size]."""
-    return slice_tokens_of_many(np.array([length]), np.array([chunk_tokens]), ring_size).reshape(-1)
+def _shared_piece(piece: Piece, offset: int, window: int | None) -> SharedPiece:
+    view = view_of(piece)
+    rows = (offset, offset + piece.real_tokens)
+    if piece.exchange != "heads":
+        return SharedPiece(piece.sequence, rows, None, _inner(view, window, at_once=piece.exchange == "gather"))
+    if piece.head_ranks < 2 or piece.ring.size % piece.head_ranks:
+        raise PlanError(
+            f"sequence {piece.sequence} swaps heads among {piece.head_ranks} ranks of a ring of {piece.ring.size}: it "
+            "must be a divisor of the ring's size, and at least 2"
+        )
+    swap = head_swap(view, piece.head_ranks)
+    return SharedPiece(piece.sequence, rows, swap, _inner(swap.view, window, at_once=False))
 
 
-def slice_tokens_of_many(lengths: IntArray, chunks: IntArray, ring_size: int) -> IntArray:
-    """`slice_tokens` of many sequences with rings of one size, shape [num_sequences, ring_size]."""
-    position = np.arange(ring_size)
-    low = np.clip(lengths[:, None] - position * chunks[:, None], 0, chunks[:, None])
-    high = np.clip(lengths[:, None] - (2 * ring_size - 1 - position) * chunks[:, None], 0, chunks[:, None])
-    return np.asarray(low + high, dtype=np.int64)
+def _inner(view: View, window: int | None, *, at_once: bool) -> Inner:
+    if window is not None and window >= view.length:
+        window = None
+    if view.size == 1:
+        left = None if window is None else window - 1
+        return Alone(view, Segments((view.length,), (view.length,), left=left, right=0))
+    return fetch_layout(view, window, at_once=at_once) if at_once or window is not None else walk_layout(view)
 
 
-def _ring_piece(piece: Piece, rank: int, offset: int) -> RingPiece:
-    held = tuple(slice_tokens(piece.length, piece.ring.size, piece.chunk_tokens).tolist())
-    previous, following = piece.ring.neighbours(rank)
-    blocks = tuple(_block(piece, step, held) for step in range(piece.ring.size))
-    return RingPiece(piece.sequence, offset, piece.position, piece.ring.size, previous, following, held, blocks)
-
-
-def _block(piece: Piece, step: int, held: tuple[int, ...]) -> Block:
-    """The block of one step; see the table at the top of the module."""
-    own, chunk = piece.position, piece.chunk_tokens
-    source = (own - step) % piece.ring.size
-    if source == own:
-        return Block(step, source, (0, held[own]), (0, held[own]), True)
-    if source < own:
-        return Block(step, source, (0, held[own]), (0, min(chunk, held[source])), False)
-    return Block(step, source, (chunk, held[own]), (0, held[source]), False)
+def _shares(local: list[tuple[int, int]], waits: int, window: int | None) -> tuple[Share, ...]:
+    """Local pieces in shares of about equal work, at most one per wait."""
+    if not local:
+        return ()
+    length = np.array([real for _, real in local], dtype=np.int64)
+    seen = length if window is None else np.minimum(length, window)
+    work = np.cumsum(length * seen)
+    number = max(1, min(waits, MOST_SHARES, int(length.sum()) // LEAST_SHARE_TOKENS))
+    share_of = (work - 1) * number // work[-1]  # of the piece's last unit of work
+    result = []
+    for share in np.unique(share_of):
+        chosen = [local[i] for i in np.flatnonzero(share_of == share)]
+        result.append(Share(tuple(offset for offset, _ in chosen), tuple(real for _, real in chosen)))
+    return tuple(result)
