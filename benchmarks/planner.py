@@ -33,8 +33,8 @@ from megatron_hdp.planner import check, core_backend, plan
 from megatron_hdp.planner.bound import lower_bound
 from megatron_hdp.planner.dp import plan_dp, widest_rings
 from megatron_hdp.planner.dp_python import plan_dp_python
+from megatron_hdp.planner.offload import smallest_rings
 from megatron_hdp.planner.span import rank_ends
-from megatron_hdp.planner.units import smallest_rings
 from megatron_hdp.types import IntArray, Plan
 
 CAPACITY = 8192
@@ -278,7 +278,7 @@ def twin(data: list[Data], pool: int, tokens: int, repeats: int) -> None:
     cost, rows = cost_of(), []
     for one in data:
         lengths = one.batch(tokens, one.context(pool), 0)
-        smallest, _ = smallest_rings(lengths, pool, CAPACITY, 2, cost, offload=False)
+        smallest, _ = smallest_rings(lengths, pool, CAPACITY, cost)
         widest = widest_rings(cost, lengths, smallest, pool)
         bound = lower_bound(lengths, pool, CAPACITY, cost).picoseconds
         arguments = (lengths, smallest, widest, pool, CAPACITY, cost, bound)

@@ -36,8 +36,8 @@ class RingTimes {
     };
 
     RankTime rank_time(std::int64_t length, std::int64_t ring) const {
-        const std::int64_t forward = cost_.picoseconds(length, ring, tier(ring), Phase::forward);
-        const std::int64_t backward = cost_.picoseconds(length, ring, tier(ring), Phase::backward);
+        const std::int64_t forward = at_most(length, ring, ring, Phase::forward);
+        const std::int64_t backward = at_most(length, ring, ring, Phase::backward);
         Wide ahead = 0, behind = 0; // passes on the next ring
         if (ring > 1 && ring < ranks_) {
             ahead = unpadded(length, ring + 1, 0);
@@ -54,24 +54,19 @@ class RingTimes {
 
     int tier(std::int64_t ring) const { return ring > cost_.ranks_per_node ? across_nodes : inside_node; }
 
-    // Least time of one rank's piece on rings of low .. high ranks.
-
     // At most the time of a piece on any ring of steps .. shares ranks. The time itself where steps == shares, but for
-    // windows: for them it leaves out that ranks are busy unequally, which makes it rise with the length.
+    // windows: for them it is compute alone, shared out evenly.
     std::int64_t at_most(std::int64_t length, std::int64_t shares, std::int64_t steps, Phase phase) const {
-        if (cost_.window == 0 || shares == 1) {
+        if (cost_.window == 0) {
             return cost_.tokens_picoseconds(cost_.piece_tokens(length, shares), steps, tier(steps), phase);
         }
+        if (shares == 1) {
+            return cost_.picoseconds(length, 1, inside_node, phase);
+        }
         const auto pass = [&](int direction) {
-            const int links = tier(steps);
-            const std::int64_t tokens = length / shares, wait = cost_.latency[links] >> cost_.fraction_bits;
-            const auto transfer = [&](std::int64_t per_token) { return wait + cost_.scaled(tokens, per_token); };
-            const std::int64_t kv = transfer(cost_.kv_time[links]);
-            const std::int64_t gradient = direction == 0 ? 0 : transfer(cost_.gradient_time[links]);
-            const std::int64_t moved = direction == 0 ? (steps - 1) * kv
-                                                      : kv + (steps - 2) * transfer(cost_.both_time[links]) + gradient;
-            const std::int64_t compute = cost_.scaled(cost_.whole_area(length) / shares, cost_.attention[direction]);
-            return std::max(compute - shares, moved) + gradient + cost_.scaled(tokens, cost_.linear[direction]) +
+            const std::int64_t compute = cost_.scaled(cost_.first_area(length) / shares, cost_.attention[direction]);
+            return std::max<std::int64_t>(compute - shares, 0) +
+                   cost_.scaled(length / shares, cost_.linear[direction]) +
                    (cost_.sequence[direction] >> cost_.fraction_bits);
         };
         const std::int64_t forward = pass(0), again = cost_.recompute ? forward : 0;
@@ -101,14 +96,12 @@ class RingTimes {
         const int links = tier(ring);
         const Wide wait = cost_.latency[links], kv = cost_.kv_time[links], both = cost_.both_time[links],
                    gradient = cost_.gradient_time[links];
-        const Wide area = Wide{cost_.whole_area(length)} * cost_.attention[direction];
+        const Wide area = Wide{cost_.first_area(length)} * cost_.attention[direction];
         const Wide rest = cost_.linear[direction] * s + cost_.sequence[direction] * d;
-        const Wide home = direction == 0 ? 0 : wait * d + gradient * s;
         if (cost_.window != 0) {
-            const Wide moved = direction == 0 ? (d - 1) * (wait * d + kv * s)
-                                              : wait * d * d + kv * s + (d - 2) * both * s + gradient * s;
-            return std::max(area, moved) + home + rest;
+            return area + rest;
         }
+        const Wide home = direction == 0 ? 0 : wait * d + gradient * s;
         const auto excess = [&](Wide per_token) {
             return std::max<Wide>(wait * d * d + per_token * s * d - area, 0);
         };

@@ -44,7 +44,7 @@ class Window {
         const std::int64_t spent = times_.parts() == 1 ? 0 : 2 * (stages_ - 1) * constant, ranks = times_.ranks();
         std::vector<Wide> passed;
         for (std::int64_t d = ring; d <= ranks; ++d) {
-            const std::int64_t piece = times_.cost().picoseconds(length, d, times_.tier(d));
+            const std::int64_t piece = times_.at_most(length, d, d, Phase::total);
             passed.push_back(Wide{d} * (Wide{stages_} * (piece - times_.trim()) - spent) + rest);
         }
         Wide best = 0;

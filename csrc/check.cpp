@@ -44,6 +44,14 @@ int64_t held_tokens(int64_t length, int64_t ring, int64_t pad_multiple, double o
     return tokens - static_cast<int64_t>(std::floor(static_cast<double>(tokens) * offload));
 }
 
+// Local sequences have no exchange but the first, "ring"; groups that swap rows for heads (exchange 2) tile their ring.
+bool exchange_fits(int64_t exchange, int64_t head_ranks, int64_t ring) {
+    if (exchange == 2) {
+        return head_ranks > 1 && ring % head_ranks == 0;
+    }
+    return head_ranks == 1 && (exchange == 0 || (exchange == 1 && ring > 1));
+}
+
 bool counts_fit(const Columns &columns, const Settings &settings) {
     if (settings.expert_group < 1 || settings.num_ranks % settings.expert_group) {
         return false;
@@ -109,12 +117,14 @@ bool all_end(const Columns &columns) {
 // SOUND, BROKEN, or UNDECIDED: a pipeline whose rings have different slots on their ranks, or numbers out of range.
 int check(int64_t num_ranks, int64_t capacity, int64_t pad_multiple, Int64View lengths, Int64View ring_start,
           Int64View ring_size, Float64View offload, Int64View rank_offsets, Int64View microbatch_offsets,
-          Int64View piece_sequence, int64_t stages, int64_t virtual_stages, int64_t expert_group) {
+          Int64View piece_sequence, Int64View exchange, Int64View head_ranks, int64_t stages, int64_t virtual_stages,
+          int64_t expert_group) {
     nb::gil_scoped_release unlocked;
     const Settings settings{num_ranks, capacity, pad_multiple, stages, virtual_stages, expert_group};
     const std::size_t num = lengths.shape(0);
     if (num_ranks < 1 || capacity < 1 || pad_multiple < 2 || pad_multiple % 2 || ring_start.shape(0) != num ||
-        ring_size.shape(0) != num || offload.shape(0) != num || microbatch_offsets.shape(0) == 0 ||
+        ring_size.shape(0) != num || offload.shape(0) != num || exchange.shape(0) != num ||
+        head_ranks.shape(0) != num || microbatch_offsets.shape(0) == 0 ||
         rank_offsets.shape(0) != static_cast<std::size_t>(num_ranks) + 1) {
         return BROKEN;
     }
@@ -129,7 +139,8 @@ int check(int64_t num_ranks, int64_t capacity, int64_t pad_multiple, Int64View l
     std::vector<int64_t> held(num);
     for (std::size_t s = 0; s < num; ++s) {
         if (lengths(s) < 1 || ring_size(s) < 1 || ring_size(s) > num_ranks || ring_start(s) < 0 ||
-            ring_start(s) > num_ranks - ring_size(s) || !(offload(s) >= 0 && offload(s) <= 1)) { // a NaN is wrong too
+            ring_start(s) > num_ranks - ring_size(s) || !(offload(s) >= 0 && offload(s) <= 1) || // a NaN is wrong too
+            !exchange_fits(exchange(s), head_ranks(s), ring_size(s))) {
             return BROKEN;
         }
         if (lengths(s) >= LIMIT) {
@@ -145,7 +156,7 @@ int check(int64_t num_ranks, int64_t capacity, int64_t pad_multiple, Int64View l
                           piece_sequence.data(),
                           ring_size.data()};
     bool same_slots = true;
-    // That no rank meets more than four others needs no look at the plan: neighbours on a ring are two ranks apart.
+    // That no rank meets more than four others along rings needs no look at the plan: neighbours are two ranks apart.
     if (!counts_fit(columns, settings) || !pieces_fit(columns, settings, ring_start.data(), held, same_slots)) {
         return BROKEN;
     }
@@ -223,8 +234,8 @@ Int64Array run_graph(Int64View queue_offsets, Int64View queue_nodes, Int64View e
 void bind_check(nb::module_ &module) {
     module.def("check", &check, nb::arg("num_ranks"), nb::arg("capacity"), nb::arg("pad_multiple"), nb::arg("lengths"),
                nb::arg("ring_start"), nb::arg("ring_size"), nb::arg("offload"), nb::arg("rank_offsets"),
-               nb::arg("microbatch_offsets"), nb::arg("piece_sequence"), nb::arg("stages"), nb::arg("virtual_stages"),
-               nb::arg("expert_group"));
+               nb::arg("microbatch_offsets"), nb::arg("piece_sequence"), nb::arg("exchange"), nb::arg("head_ranks"),
+               nb::arg("stages"), nb::arg("virtual_stages"), nb::arg("expert_group"));
     module.def("run_graph", &run_graph, nb::arg("queue_offsets"), nb::arg("queue_nodes"), nb::arg("edge_from"),
                nb::arg("edge_to"), nb::arg("duration"));
 }

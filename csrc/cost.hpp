@@ -76,20 +76,22 @@ struct Cost {
 
     // Time of one rank's piece of a sequence of `length` real tokens through the stage.
     std::int64_t picoseconds(std::int64_t length, std::int64_t ring, int tier, Phase phase = Phase::total) const {
-        return tokens_picoseconds(piece_tokens(length, ring), ring, tier, phase);
+        const std::int64_t tokens = piece_tokens(length, ring), seen = ring < 2 ? tokens : length;
+        return tokens_picoseconds(tokens, ring, tier, phase, window != 0 && window < seen);
     }
 
-    // The same for a piece of `tokens`, padding counted.
-    std::int64_t tokens_picoseconds(std::int64_t tokens, std::int64_t ring, int tier, Phase phase) const {
+    // The same for a piece of `tokens`, padding counted, of a sequence that is longer than the window or not.
+    std::int64_t tokens_picoseconds(std::int64_t tokens, std::int64_t ring, int tier, Phase phase,
+                                    bool windowed = false) const {
         if (phase == Phase::backward && !recompute) {
-            return pass(tokens, ring, tier, 1);
+            return pass(tokens, ring, tier, 1, windowed);
         }
-        const std::int64_t forward = pass(tokens, ring, tier, 0);
+        const std::int64_t forward = pass(tokens, ring, tier, 0, windowed);
         if (phase == Phase::forward) {
             return forward;
         }
         const std::int64_t repeats = (phase == Phase::total ? 1 : 0) + (recompute ? 1 : 0);
-        return repeats * forward + pass(tokens, ring, tier, 1);
+        return repeats * forward + pass(tokens, ring, tier, 1, windowed);
     }
 
     // floor(count * coefficient / 2^fraction_bits) without a product that leaves int64.
@@ -98,67 +100,44 @@ struct Cost {
         return (count >> fraction_bits) * coefficient + ((fraction * coefficient) >> fraction_bits);
     }
 
-    // Twice the area of the mask of a local sequence of `tokens`, an even number.
-    std::int64_t whole_area(std::int64_t tokens) const { return own_area(tokens / 2); }
+    // Twice the area of the mask of the first `tokens` of a sequence.
+    std::int64_t first_area(std::int64_t tokens) const {
+        const std::int64_t reach = window == 0 ? tokens : std::min(window, tokens);
+        return reach * (2 * tokens - reach);
+    }
 
   private:
     // One pass over the stage: 0 forward, 1 backward.
-    std::int64_t pass(std::int64_t tokens, std::int64_t ring, int tier, int direction) const {
-        return walk(tokens, ring, tier, direction) + scaled(tokens, linear[direction]) +
-               (sequence[direction] >> fraction_bits);
+    std::int64_t pass(std::int64_t tokens, std::int64_t ring, int tier, int direction, bool windowed) const {
+        return (windowed ? halo(tokens / 2, ring, tier, direction) : walk(tokens, ring, tier, direction)) +
+               scaled(tokens, linear[direction]) + (sequence[direction] >> fraction_bits);
     }
 
+    // Keys and values walk round the ring: equal steps, each beside a transfer.
     std::int64_t walk(std::int64_t tokens, std::int64_t ring, int tier, int direction) const {
-        const std::int64_t a = attention[direction], chunk = tokens / 2;
-        const std::int64_t own = scaled(own_area(chunk), a);
+        const std::int64_t step = scaled(tokens * tokens, attention[direction]);
         if (ring < 2) {
-            return own;
+            return step;
         }
         const std::int64_t wait = latency[tier] >> fraction_bits;
         const std::int64_t kv = wait + scaled(tokens, kv_time[tier]);
         const std::int64_t both = direction == 0 ? kv : wait + scaled(tokens, both_time[tier]);
         const std::int64_t gradient = direction == 0 ? 0 : wait + scaled(tokens, gradient_time[tier]);
-        const std::int64_t last = scaled(step_area(chunk, 1), a);
-        return std::max(own, kv) + middle(chunk, ring, a, both) + std::max(last, gradient) + gradient;
+        return std::max(step, kv) + (ring - 2) * std::max(step, both) + std::max(step, gradient) + gradient;
     }
 
-    // Sum over the steps 1 .. ring - 2 of max(compute of the step, transfer).
-    std::int64_t middle(std::int64_t chunk, std::int64_t ring, std::int64_t a, std::int64_t transfer) const {
-        if (window == 0) {
-            return (ring - 2) * std::max(scaled(4 * chunk * chunk, a), transfer);
-        }
-        const auto step = [&](std::int64_t distance) {
-            return std::max(scaled(step_area(chunk, distance), a), transfer);
-        };
-        const auto nearer = [&](std::int64_t distance) { // steps with min(k, ring - k) <= distance
-            return std::clamp<std::int64_t>(2 * distance, 0, ring - 1);
-        };
-        const std::int64_t whole = window / chunk; // only three distances are cut by the window's edge
-        const std::int64_t first = step(1);
-        std::int64_t total = nearer(whole - 2) * first;
-        for (std::int64_t distance = whole - 1; distance <= whole + 1; ++distance) {
-            total += (nearer(distance) - nearer(distance - 1)) * step(std::max<std::int64_t>(distance, 1));
-        }
-        return total + (ring - 1 - nearer(whole + 1)) * transfer - first;
-    }
-
-    // Twice the areas of megatron_hdp/cost/area.py.
-    std::int64_t chunk_area(std::int64_t chunk, std::int64_t distance) const {
-        if (window == 0) {
-            return distance == 0 ? chunk * chunk : 2 * chunk * chunk;
-        }
-        if (distance == 0) {
-            const std::int64_t reach = std::min(window, chunk);
-            return 2 * chunk * reach - reach * reach;
-        }
-        const std::int64_t edge = std::clamp(window - distance * chunk, -chunk, chunk);
-        return edge <= 0 ? (chunk + edge) * (chunk + edge) : 2 * chunk * chunk - (chunk - edge) * (chunk - edge);
-    }
-
-    std::int64_t own_area(std::int64_t chunk) const { return 2 * chunk_area(chunk, 0) + chunk_area(chunk, 1); }
-
-    std::int64_t step_area(std::int64_t chunk, std::int64_t distance) const {
-        return chunk_area(chunk, distance) + chunk_area(chunk, distance + 1);
+    // With a window keys and values come hop by hop beside the diagonal blocks; in backward gradients go back.
+    std::int64_t halo(std::int64_t chunk, std::int64_t ring, int tier, int direction) const {
+        const std::int64_t a = attention[direction], reach = std::min(window, chunk);
+        const std::int64_t own = scaled(2 * (2 * chunk * reach - reach * reach), a);
+        const std::int64_t end = std::min(ring + 1, window / chunk + 3); // behind the window all chunks are alike
+        const std::int64_t total = scaled(first_area(end * chunk) - first_area((end - 2) * chunk), a);
+        const std::int64_t most = 2 * ring - 2, back = std::min(window - 1, most * chunk);
+        const std::int64_t rows = back + std::min(window - 1, most / 3 * chunk);
+        const std::int64_t wait = (back + chunk - 1) / chunk * (latency[tier] >> fraction_bits);
+        const std::int64_t fetch = wait + scaled(rows, kv_time[tier]);
+        const std::int64_t home = direction == 0 ? 0 : wait + scaled(rows, gradient_time[tier]);
+        return total + std::max<std::int64_t>(fetch - own, 0) + home;
     }
 };
 

@@ -3,6 +3,7 @@
 
 #include "arrays.hpp"
 
+void bind_arena(nb::module_ &module);
 void bind_bound(nb::module_ &module);
 void bind_candidate(nb::module_ &module);
 void bind_check(nb::module_ &module);
@@ -11,9 +12,11 @@ void bind_packing(nb::module_ &module);
 void bind_packs(nb::module_ &module);
 void bind_plan_dp(nb::module_ &module);
 void bind_span(nb::module_ &module);
+void bind_waves(nb::module_ &module);
 
 NB_MODULE(_core, module) {
     module.doc() = "Planner core in C++; the twins in megatron_hdp.planner give the same results without it.";
+    bind_arena(module);
     bind_bound(module);
     bind_candidate(module);
     bind_check(module);
@@ -22,4 +25,5 @@ NB_MODULE(_core, module) {
     bind_packs(module);
     bind_plan_dp(module);
     bind_span(module);
+    bind_waves(module);
 }

@@ -216,6 +216,22 @@ void fit_tails(const Ints &times, Int goal, Tails &tails) {
     }
 }
 
+// Ranks whose last ring is the last of all its ranks.
+std::vector<bool> ranks_that_end_with_ring(const Placement &placed, Int num_ranks) {
+    Ints last(static_cast<std::size_t>(num_ranks), -1);
+    for (std::size_t i = 0; i < placed.ring.size(); ++i) {
+        std::fill_n(last.begin() + placed.start[i], placed.size[i], static_cast<Int>(i));
+    }
+    std::vector<bool> result(last.size(), false);
+    for (std::size_t i = 0; i < placed.ring.size(); ++i) {
+        const auto first = last.begin() + placed.start[i];
+        if (std::count(first, first + placed.size[i], static_cast<Int>(i)) == placed.size[i]) {
+            std::fill_n(result.begin() + placed.start[i], placed.size[i], true);
+        }
+    }
+    return result;
+}
+
 } // namespace
 
 // Longest first into the tightest gap that holds it, else onto the rank that is done soonest (LPT, Graham 1969).
@@ -283,7 +299,8 @@ void level_locals(const Placement &placed, const Locals &locals, Int num_ranks, 
     spread.span = *std::max_element(tails.loads.begin(), tails.loads.end());
 }
 
-// A rank runs, for every turn, its local packs and then the ring. Pieces of a micro-batch ascend by sequence.
+// A rank runs, for every turn, its local packs and then the ring; what runs last is long, see planner/sand.py. Pieces
+// of a micro-batch ascend by sequence.
 Columns build_columns(const Ints &ring_sequence, const Placement &placed, const Locals &locals, const Spread &spread,
                       Int num_sequences, Int num_ranks, Int capacity) {
     Columns plan;
@@ -301,6 +318,7 @@ Columns build_columns(const Ints &ring_sequence, const Placement &placed, const 
         }
     }
     const Groups cells = group_by(cell_rank, num_ranks), own = group_by(spread.rank, num_ranks);
+    const std::vector<bool> ends_with_ring = ranks_that_end_with_ring(placed, num_ranks);
     plan.rank_offsets.push_back(0);
     plan.microbatch_offsets.push_back(0);
     plan.piece_sequence.reserve(cell_rank.size() + locals.sequence.size());
@@ -314,7 +332,8 @@ Columns build_columns(const Ints &ring_sequence, const Placement &placed, const 
             members.clear();
         }
         for (Int i = own.offsets[rank]; i < own.offsets[rank + 1]; ++i) {
-            by_turn[spread.turn[own.items[i]]].push_back(own.items[i]);
+            const std::size_t turn = static_cast<std::size_t>(spread.turn[own.items[i]]);
+            by_turn[turn - (turn == num_turns && ends_with_ring[rank])].push_back(own.items[i]);
         }
         for (std::size_t turn = 0; turn <= num_turns; ++turn) {
             tokens.clear();
@@ -328,7 +347,8 @@ Columns build_columns(const Ints &ring_sequence, const Placement &placed, const 
             for (std::size_t i = 0; i < bin.size(); ++i) {
                 bins[bin[i]].push_back(locals.sequence[by_turn[turn][i]]);
             }
-            for (std::size_t b = 0; b < num_bins; ++b) {
+            for (std::size_t k = 0; k < num_bins; ++k) {
+                const std::size_t b = turn == num_turns ? (k + 1) % num_bins : k; // the first one last of all
                 std::sort(bins[b].begin(), bins[b].end());
                 plan.piece_sequence.insert(plan.piece_sequence.end(), bins[b].begin(), bins[b].end());
                 plan.microbatch_offsets.push_back(static_cast<Int>(plan.piece_sequence.size()));

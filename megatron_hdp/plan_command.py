@@ -7,8 +7,10 @@ from pathlib import Path
 
 from megatron_hdp.errors import HdpError
 from megatron_hdp.length_source import read_source
+from megatron_hdp.memory import sized
 from megatron_hdp.plan_flags import PlanFlags, own_words
 from megatron_hdp.plan_json import to_pieces_json
+from megatron_hdp.plan_memory import render_memory, require_memory
 from megatron_hdp.plan_report import render_comparison, render_steps, write_plans
 from megatron_hdp.plan_step import ALGORITHMS, MEGATRON, PlannedStep, Planner, PlanOptions, check_fits, plan_step
 from megatron_hdp.types import IntArray
@@ -51,9 +53,11 @@ def run(flags: PlanFlags, megatron: MegatronPlanner) -> None:
             text = render_comparison(_compare(job))
             steps = []
         else:
-            keep = flags.json is not None or flags.json_pieces is not None
+            keep = flags.json is not None or flags.json_pieces is not None or flags.estimate.memory
             steps = job.steps(flags.algorithm, keep=keep)
             text = render_steps(steps)
+        if flags.estimate.memory:
+            text += "\n\n" + render_memory(flags, job.options, [step.plan for step in steps if step.plan is not None])
     except HdpError as error:
         raise type(error)(own_words(str(error))) from error
     print(job.title)
@@ -74,6 +78,8 @@ def _read(flags: PlanFlags, megatron: MegatronPlanner) -> _Job:
     source = read_source(flags.lengths, flags.field)
     options = dataclasses.replace(flags.options(), longest=min(context, source.longest))
     check_fits(source.longest, context, options)
+    if flags.estimate.memory:
+        require_memory(flags, options)
     return _Job(
         flags, options, source.batches(budget, context, flags.seed), _title(flags, options, source.text), megatron
     )
@@ -85,18 +91,28 @@ def _title(flags: PlanFlags, options: PlanOptions, source: str) -> str:
     layout = [f"{flags.stages} stages x {flags.virtual_stages}"] if flags.stages > 1 else []
     layout += [f"experts in groups of {flags.expert_group}"] if flags.expert_group > 1 else []
     choices = [] if flags.compare else [flags.algorithm]
-    choices += [f"balance {options.balance}", *layout, *(["offload"] if flags.offload else [])]
+    choices += [f"balance {options.balance}", *layout, *_offload_words(options)]
+    choices += [f"exchange {options.exchange}"] if options.exchange != "auto" else []
     layer = cost.layer or cost.profile.default_layer
     assumed = f" ({flags.layers_source})" if flags.layers_per_stage is None else ""
     model = [f"profile {cost.profile.name}", f"layer {layer}", f"{cost.layers_per_stage} layers a stage{assumed}"]
     model += ["full recompute"] if cost.recompute == "full" else []
     model += [f"window {cost.window:,}"] if cost.window is not None else []
+    model += [f"{cost.heads} heads, {cost.kv_heads} of keys and values"] if cost.heads is not None else []
     steps = f"{flags.steps} step{'s' * (flags.steps > 1)} of {flags.batch_tokens} tokens"
     return (
         f"{flags.lengths}: {source}\n"
         f"{steps}, context {flags.context}, seed {flags.seed}; {flags.ranks} ranks x {flags.tokens_per_rank} tokens\n"
         f"{', '.join(choices)}; {', '.join(model)}\n"
     )
+
+
+def _offload_words(options: PlanOptions) -> list[str]:
+    """Whether activations may leave, and how much host memory they may take."""
+    if not options.offload:
+        return []
+    limit = "" if options.host_bytes is None else f" in {sized(options.host_bytes)} of a GPU's host memory"
+    return [f"offload{limit}"]
 
 
 def _compare(job: _Job) -> dict[str, list[PlannedStep] | str]:

@@ -1,5 +1,6 @@
 """The flags of `megatron-hdp plan`, and what they mean to the planner. Imports the planner only when it is asked."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from megatron_hdp.errors import ConfigError
+from megatron_hdp.plan_memory import MemoryFlags
 
 if TYPE_CHECKING:
-    from megatron_hdp.cost import CostModel
+    from megatron_hdp.cost import CostModel, Profile
     from megatron_hdp.plan_step import PlanOptions
 
 Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
@@ -20,17 +22,20 @@ _Out = Annotated[Path | None, tyro.conf.arg(metavar="OUT")]
 LAYERS = 32
 """Layers over all stages, where no flag says how many a stage has: LLaMA-7B's."""
 _MOST_RANKS = 1 << 20
+_MOST_GIB = 1 << 20
 _MOST_TOKENS = (1 << 31) - 1
 """Megatron counts tokens in int32."""
 
 _WORDS = (
+    ("--hdp-offload-gib", "--host-gib"),
     ("--hdp-", "--"),
     ("--seq-length", "--context"),
     ("--global-batch-size or ", ""),
     ("--expert-model-parallel-size", "--expert-group"),
 )
 _NAMES = re.compile(
-    r"(?<![\w-])(stages|virtual_stages|layers_per_stage|pad_multiple|window|recompute|profile)(?= (?:is|\d|'))"
+    r"(?<![\w-])(stages|virtual_stages|layers_per_stage|pad_multiple|window|recompute|profile|kv_heads|heads)"
+    r"(?= (?:is|\d|'))"
 )
 
 
@@ -65,8 +70,19 @@ class PlanFlags:
     """Full: every stage runs forward again ahead of backward."""
     window: int | None = None
     """Sliding window: tokens that a query sees. Default: full causal attention."""
+    heads: int | None = None
+    """Query heads of one tensor-parallel rank, with --kv-heads: lets rings inside a node use gather or heads."""
+    kv_heads: int | None = None
+    """Key/value heads of one tensor-parallel rank."""
+    exchange: str = "auto"
+    """How a ring shares attention. auto: what is fastest inside a node, the ring elsewhere; ring, gather or heads: that
+    for all. See docs/planner.md."""
     offload: bool = False
     """Let activations of long sequences leave for host memory where the copy is free."""
+    host_gib: float | None = None
+    """Host memory for that, of one GPU, all micro-batches in flight. Default: the profile's share of its node, or no
+    limit."""
+    estimate: Annotated[MemoryFlags, tyro.conf.arg(name="")] = dataclasses.field(default_factory=MemoryFlags)
     algorithm: str = "hdp"
     """hdp, or one to compare with: naive and bytescale (ByteScale's algorithms 1 and 2), static-smallest (context
     parallelism over the fewest ranks that hold the context), static (over the whole pool), pow2 (rings of powers of
@@ -93,16 +109,7 @@ class PlanFlags:
 
     def sizes(self) -> tuple[int, int, int]:
         """Tokens per rank, context, tokens of a batch. Raises `ConfigError`."""
-        from megatron_hdp.lengths import parse_size
-        from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
-
-        capacity = parse_size(self.tokens_per_rank, "--tokens-per-rank", _MOST_TOKENS)
-        context = parse_size(self.context, "--context", _MOST_TOKENS)
-        budget = parse_size(self.batch_tokens, "--batch-tokens")
-        if budget > MAX_BATCH_TOKENS:
-            limit = f"{MAX_BATCH_TOKENS:,}"
-            raise ConfigError(f"--batch-tokens is {budget:,}: Megatron counts them in int32, at most {limit}")
-        return capacity, context, budget
+        return parse_sizes(self.tokens_per_rank, self.context, self.batch_tokens)
 
     def check(self) -> None:
         """Refuse before lengths are read what would be refused after, or not in the words of this command."""
@@ -125,8 +132,24 @@ class PlanFlags:
                 f"--window is {self.window}: a query sees at least itself; leave --window out for full attention"
             )
         check_seed(self.seed)
+        self._check_exchange()
         self._check_layers()
         self._check_outputs()
+
+    def _check_exchange(self) -> None:
+        """Refuse exchanges that are none, and what a cost of heads lacks."""
+        from megatron_hdp.planner.exchange import CHOICES
+
+        if self.exchange not in CHOICES:
+            raise ConfigError(f"--exchange is {self.exchange!r}: choose one of {', '.join(CHOICES)}")
+        if (self.heads is None) != (self.kv_heads is None):
+            given, missing = ("--heads", "--kv-heads") if self.kv_heads is None else ("--kv-heads", "--heads")
+            raise ConfigError(f"{given} without {missing}: give both, those of one tensor-parallel rank")
+        if self.exchange in ("gather", "heads") and self.heads is None:
+            raise ConfigError(
+                f"--exchange {self.exchange}: what it costs depends on --heads and --kv-heads of one tensor-parallel "
+                "rank: give both"
+            )
 
     @property
     def stage_layers(self) -> int:
@@ -158,23 +181,30 @@ class PlanFlags:
     def _check_outputs(self) -> None:
         """Refuse files that cannot be written, before minutes are spent on what goes into them."""
         for flag, out in (("--json", self.json), ("--json-pieces", self.json_pieces)):
-            if out is None:
-                continue
-            if self.compare:
+            if out is not None and self.compare:
                 raise ConfigError(f"{flag} with --compare: whose plan? Choose one with --algorithm instead")
-            if out.is_dir():
-                raise ConfigError(f"{flag} {out}: cannot be written (it is a folder)")
-            if not out.parent.is_dir():
-                raise ConfigError(f"{flag} {out}: no folder {out.parent}")
+            check_output(flag, out)
         if self.json is not None and self.json_pieces is not None and self.json.resolve() == self.json_pieces.resolve():
             raise ConfigError(f"--json and --json-pieces are both {self.json}: one would overwrite the other")
+
+    def host_bytes(self, cost: "CostModel") -> int | None:
+        """Host memory of one GPU for activations; None for no limit. Raises `ConfigError`."""
+        return host_bytes(self.host_gib, self.offload, cost.profile)
 
     def cost(self) -> "CostModel":
         """Cost of a stage. Raises `ConfigError`."""
         from megatron_hdp.cost import CostModel, load_profile
 
-        settings = {"window": self.window, "recompute": self.recompute, "layer": self.layer}
-        return CostModel(load_profile(self.profile), self.stage_layers, pad_multiple=self.pad_multiple, **settings)  # type: ignore[arg-type]
+        return CostModel(
+            load_profile(self.profile),
+            self.stage_layers,
+            window=self.window,
+            recompute=self.recompute,
+            layer=self.layer,
+            pad_multiple=self.pad_multiple,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+        )
 
     def options(self) -> "PlanOptions":
         """What the planner takes. Raises `ConfigError`."""
@@ -182,17 +212,64 @@ class PlanFlags:
         from megatron_hdp.planner.columns import Layout
 
         layout = Layout(self.stages, self.virtual_stages, self.expert_group)
+        cost = self.cost()
         return PlanOptions(
             num_ranks=self.ranks,
             tokens_per_rank=self.sizes()[0],
-            cost=self.cost(),
+            cost=cost,
             algorithm=self.algorithm,
             balance=layout.balance(self.balance or "auto"),
             stages=self.stages,
             virtual_stages=self.virtual_stages,
             expert_group=self.expert_group,
             offload=self.offload,
+            host_bytes=self.host_bytes(cost) if self.offload or self.host_gib is not None else None,
+            exchange=self.exchange,
         )
+
+
+def parse_sizes(tokens_per_rank: str, context: str, batch_tokens: str) -> tuple[int, int, int]:
+    """Tokens per rank, context, tokens of a batch, as --tokens-per-rank, --context and --batch-tokens give them.
+
+    Raises `ConfigError`.
+    """
+    from megatron_hdp.lengths import parse_size
+    from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
+
+    capacity = parse_size(tokens_per_rank, "--tokens-per-rank", _MOST_TOKENS)
+    longest = parse_size(context, "--context", _MOST_TOKENS)
+    budget = parse_size(batch_tokens, "--batch-tokens")
+    if budget > MAX_BATCH_TOKENS:
+        limit = f"{MAX_BATCH_TOKENS:,}"
+        raise ConfigError(f"--batch-tokens is {budget:,}: Megatron counts them in int32, at most {limit}")
+    return capacity, longest, budget
+
+
+def check_output(flag: str, out: Path | None) -> None:
+    """Refuse a file that cannot be written, before minutes are spent on what goes into it. Raises `ConfigError`."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise ConfigError(f"{flag} {out}: cannot be written (it is a folder)")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{flag} {out}: no folder {out.parent}")
+
+
+def host_bytes(host_gib: float | None, offload: bool, profile: "Profile") -> int | None:
+    """Host memory of one GPU for activations, of --host-gib or else the profile; None for no limit.
+
+    Raises `ConfigError`.
+    """
+    if host_gib is None:
+        memory = profile.host_memory
+        return None if memory is None else int(memory) // profile.gpus_per_node
+    if not offload:
+        raise ConfigError(f"--host-gib {host_gib:g} without --offload: nothing would use it")
+    if not 0 <= host_gib <= _MOST_GIB:
+        raise ConfigError(f"--host-gib is {host_gib:g}: it must be from 0 to {_MOST_GIB:,}")
+    if 0 < host_gib * 2**30 < 1:
+        raise ConfigError(f"--host-gib is {host_gib:g}, less than a byte: give more, or 0 for none")
+    return int(host_gib * 2**30)
 
 
 def own_words(message: str) -> str:

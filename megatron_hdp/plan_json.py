@@ -7,9 +7,9 @@ frameworks, who need not know how a ring walks or where padding goes.
 import json
 from typing import Any
 
-from megatron_hdp.types import Plan, Ring
+from megatron_hdp.types import EXCHANGES, Plan, Ring
 
-PIECES_SCHEMA = 1
+PIECES_SCHEMA = 2
 """Version of what `expand` returns."""
 
 
@@ -19,7 +19,8 @@ def expand(plan: Plan) -> dict[str, Any]:
     It grows with the sum of squares of ring sizes: for large pools the compact form is far smaller.
     """
     tokens = (2 * plan.chunk_tokens).tolist()
-    offload = plan.offload.tolist()
+    offload, head_ranks = plan.offload.tolist(), plan.head_ranks.tolist()
+    exchange = [EXCHANGES[index] for index in plan.exchange.tolist()]
     rings = [Ring(*place) for place in zip(plan.ring_start.tolist(), plan.ring_size.tolist(), strict=True)]
     ranks = [list(ring.ranks) for ring in rings]
     begins, sequences = plan.microbatch_offsets.tolist(), plan.piece_sequence.tolist()
@@ -31,6 +32,8 @@ def expand(plan: Plan) -> dict[str, Any]:
             "position": rings[sequence].position(rank),
             "tokens": tokens[sequence],
             "offload": offload[sequence],
+            "exchange": exchange[sequence],
+            "head_ranks": head_ranks[sequence],
         }
 
     cuts = plan.rank_offsets.tolist()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.plan_step import PlannedStep
+from megatron_hdp.planner.check import MAX_PEERS
 from megatron_hdp.planner.summary import BOUND_PARTS
 
 _BAR = 40
@@ -27,6 +28,10 @@ def render_steps(steps: Sequence[PlannedStep]) -> str:
     one_slice: list[tuple[str, Callable[[PlannedStep], float], int]] = [
         ("span, a pack's keys in one slice, s", lambda s: s.one_slice_seconds or 0.0, 4)
     ]
+    offload: list[tuple[str, Callable[[PlannedStep], float], int]] = [
+        ("sequences that offload", lambda s: s.offloaded, 0),
+        ("host memory of a GPU, most, GiB", lambda s: s.host_bytes / 2**30, 2),
+    ]
     rows: list[tuple[str, Callable[[PlannedStep], float], int]] = [
         ("sequences", lambda s: s.summary.sequences, 0),
         ("tokens", lambda s: s.summary.tokens, 0),
@@ -40,6 +45,7 @@ def render_steps(steps: Sequence[PlannedStep]) -> str:
         ("imbalance: busiest rank / mean work", lambda s: s.summary.imbalance, 4),
         ("ring hops of a token, mean", lambda s: s.hops, 2),
         ("peers of a rank, most", lambda s: s.summary.peers_max, 0),
+        *(offload if any(step.offloaded for step in steps) else []),
         ("plan time, ms", lambda s: 1e3 * s.seconds, 1),
     ]
     several = len(steps) > 1
@@ -48,7 +54,9 @@ def render_steps(steps: Sequence[PlannedStep]) -> str:
         values = [value(step) for step in steps]
         shown = (min(values), statistics.median(values), max(values)) if several else values
         lines.append(f"{label:<36}" + "".join(f"{v:>14,.{digits}f}" for v in shown))
-    return "\n".join([*lines, "", _binding(steps), "", *_ring_rows(steps), "", _digest(steps), _NOTE])
+    return "\n".join(
+        [*lines, "", _binding(steps), *_exchanges(steps), "", *_ring_rows(steps), "", _digest(steps), _NOTE]
+    )
 
 
 def _binding(steps: Sequence[PlannedStep]) -> str:
@@ -60,6 +68,22 @@ def _binding(steps: Sequence[PlannedStep]) -> str:
     binding = [step.summary.binding for step in steps]
     found = [f"{_PARTS[name]} in {binding.count(name)}" for name in BOUND_PARTS if name in binding]
     return f"the bound is that of {', '.join(found)} of {len(steps)} steps"
+
+
+def _exchanges(steps: Sequence[PlannedStep]) -> list[str]:
+    """Who uses which exchange, if not all use the ring; and why ranks have more peers than rings give them."""
+    used = [step.summary.exchanges for step in steps]
+    if not any(count for found in used for name, count in found.items() if name != "ring"):
+        return []
+    total = {name: sum(found[name] for found in used) for name in used[0]}
+    lines = [f"exchanges of sequences on rings: {', '.join(f'{name} {count:,}' for name, count in total.items())}"]
+    others = [step.summary for step in steps if step.summary.exchanges["ring"] < sum(step.summary.exchanges.values())]
+    saving = statistics.median(summary.exchange_saving for summary in others)
+    compared = f"{100 * abs(saving):.2f} % {'shorter' if saving >= 0 else 'longer'} than the ring"
+    most = max(step.summary.peers_max for step in steps)
+    where = "across nodes" if any(step.summary.exchanges_leave_nodes for step in steps) else "inside nodes"
+    peers = f"; a rank has up to {most} peers, more than the {MAX_PEERS} of rings, {where}" if most > MAX_PEERS else ""
+    return [*lines, f"gather and heads: {compared}{peers}"]
 
 
 def _ring_rows(steps: Sequence[PlannedStep]) -> list[str]:

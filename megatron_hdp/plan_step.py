@@ -3,12 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import ConfigError, PlanError
 from megatron_hdp.planner import PlanSummary, check, plan, summarize
 from megatron_hdp.planner.baselines import packed_rank_ends, plan_static_smallest
 from megatron_hdp.planner.entry import ALGORITHMS as PLANNERS
+from megatron_hdp.planner.exchange import choose_exchanges
+from megatron_hdp.planner.host import host_peaks
 from megatron_hdp.planner.summary import PICOSECOND
 from megatron_hdp.types import IntArray, Plan
 
@@ -35,11 +38,14 @@ class PlanOptions:
     virtual_stages: int = 1
     expert_group: int = 1
     offload: bool = False
+    host_bytes: int | None = None
+    exchange: str = "auto"
+    """As for `megatron_hdp.planner.plan`."""
     longest: int | None = None
     """Tokens of the longest sequence that may come in the run, for "static-smallest"; None: of each batch."""
 
     @property
-    def layout(self) -> dict[str, int]:
+    def layout(self) -> dict[str, Any]:
         """What the model is cut into, as keywords."""
         return {"stages": self.stages, "virtual_stages": self.virtual_stages, "expert_group": self.expert_group}
 
@@ -51,6 +57,10 @@ class PlannedStep:
     summary: PlanSummary
     one_slice_seconds: float | None
     """Span if packs send their keys and values in one slice; None for algorithms that do not."""
+    offloaded: int
+    """Sequences of which activations leave for host memory."""
+    host_bytes: int
+    """Most that one process has there at a time."""
     tokens_by_ring: dict[int, int]
     """Ring size -> real tokens of the sequences with such rings."""
     digest: bytes
@@ -90,7 +100,17 @@ def plan_step(
     if options.algorithm in ONE_SLICE:
         one_slice = PICOSECOND * int(packed_rank_ends(made, options.cost, **layout).max())
     by_ring = {size: int(made.lengths[made.ring_size == size].sum()) for size in summary.ring_sizes}
-    return PlannedStep(summary, one_slice, by_ring, made.digest(), seconds, made if keep else None)
+    host = int(host_peaks(made, options.cost, options.stages, options.virtual_stages).max())
+    return PlannedStep(
+        summary,
+        one_slice,
+        int((made.offload > 0).sum()),
+        host,
+        by_ring,
+        made.digest(),
+        seconds,
+        made if keep else None,
+    )
 
 
 def planner_of(options: PlanOptions) -> Planner:
@@ -107,9 +127,13 @@ def planner_of(options: PlanOptions) -> Planner:
         algorithm=name,
         balance=options.balance,
         pad_multiple=options.cost.pad_multiple,
-        **options.layout,
+        stages=options.stages,
+        virtual_stages=options.virtual_stages,
+        expert_group=options.expert_group,
         cost=options.cost,
         offload=options.offload,
+        host_bytes=options.host_bytes,
+        exchange=options.exchange,
     )
 
 
@@ -124,8 +148,14 @@ def _plan_static_smallest(lengths: IntArray, options: PlanOptions) -> Plan:
         count_multiple=options.stages if options.virtual_stages > 1 else 1,
         longest=options.longest,
     )
+    made = forced_exchange(made, options)
     check(made, **options.layout)
     return made
+
+
+def forced_exchange(made: Plan, options: PlanOptions) -> Plan:
+    """The plan of a system that knows rings only, with another exchange where the options force one."""
+    return made if options.exchange == "auto" else choose_exchanges(made, options.cost, options.exchange)
 
 
 def check_fits(longest: int, context: int, options: PlanOptions) -> None:

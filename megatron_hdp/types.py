@@ -26,8 +26,16 @@ from megatron_hdp.errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 """Version of the JSON that `Plan.to_json` writes."""
+
+EXCHANGES = ("ring", "gather", "heads")
+"""How the ranks of a ring share a sequence's attention; a plan holds the index.
+
+ring    keys and values walk round the ring, each rank computes on what is at hand
+gather  each rank gets all keys and values it needs at once, from their owners
+heads   ranks swap rows for heads, `Plan.head_ranks` of them at a time; such groups form a ring among each other
+"""
 
 _LARGEST = 2**63 - 1
 
@@ -89,6 +97,10 @@ class Piece:
     """Tokens of one of the 2d chunks, padding counted."""
     offload: float = 0.0
     """Fraction of the activations that leaves for host memory, 0 .. 1."""
+    exchange: str = "ring"
+    """One of `EXCHANGES`; "ring" for local pieces."""
+    head_ranks: int = 1
+    """Ranks that swap rows for heads, a divisor of the ring's size; 1 unless the exchange is "heads"."""
 
     @property
     def tokens(self) -> int:
@@ -146,8 +158,15 @@ class Plan:
     rank_offsets: IntArray
     microbatch_offsets: IntArray
     piece_sequence: IntArray
+    exchange: IntArray = None  # type: ignore[assignment]
+    """Index into `EXCHANGES` of every sequence, shape [num_sequences]; all "ring" if not given."""
+    head_ranks: IntArray = None  # type: ignore[assignment]
+    """See `Piece.head_ranks`, shape [num_sequences]; all 1 if not given."""
 
     def __post_init__(self) -> None:
+        for name, value in (("exchange", 0), ("head_ranks", 1)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.full(np.size(self.lengths), value, dtype=np.int64))
         for name in self._scalars():
             value = getattr(self, name)
             if isinstance(value, np.integer):  # JSON knows no numbers of NumPy
@@ -171,6 +190,8 @@ class Plan:
             "rank_offsets",
             "microbatch_offsets",
             "piece_sequence",
+            "exchange",
+            "head_ranks",
         )
 
     def __eq__(self, other: object) -> bool:
@@ -208,7 +229,16 @@ class Plan:
         ring = self.ring(sequence)
         length = int(self.lengths[sequence])
         chunk = int(chunk_tokens(length, ring.size, self.pad_multiple))
-        return Piece(sequence, length, ring, ring.position(rank), chunk, float(self.offload[sequence]))
+        return Piece(
+            sequence,
+            length,
+            ring,
+            ring.position(rank),
+            chunk,
+            float(self.offload[sequence]),
+            EXCHANGES[int(self.exchange[sequence])],
+            int(self.head_ranks[sequence]),
+        )
 
     def micro_batch(self, rank: int, slot: int) -> MicroBatch:
         """The ``slot``-th micro-batch of ``rank``."""

@@ -1,4 +1,4 @@
-"""Attention work of the steps of a zigzag ring, as twice the area of the mask in token^2 (exact integers).
+"""Attention work of pieces and of the steps of a zigzag ring, as twice the area of the mask in token^2 (integers).
 
 A piece is two chunks of c tokens; in full causal attention every step of every rank then has twice the area
 4 c^2 = t^2 with t = 2c, so that seconds are a t^2 with the same a as the a s^2 of a whole local sequence. With a window
@@ -38,3 +38,18 @@ def step_area(chunk: Any, window: int | None, distance: Any) -> Any:
     d - k, d - k + 1.
     """
     return chunk_area(chunk, window, distance) + chunk_area(chunk, window, distance + 1)
+
+
+def busiest_area(chunk: Any, window: int, ring: Any) -> Any:
+    """Twice the area of all that the busiest piece of a ring computes; of a whole local sequence for a ring of 1.
+
+    The first n tokens have F(n) = r (2 n - r) with r = min(n, w). Chunks later in the sequence have more, but by ever
+    less, so the piece of chunks d - 1 and d, which are neighbours, has most: F((d + 1) c) - F((d - 1) c).
+    """
+    end = np.minimum(ring + 1, window // chunk + 3)  # beyond the window every two chunks have the same
+
+    def first(tokens: Any) -> Any:
+        reach = np.minimum(tokens, window)
+        return reach * (2 * tokens - reach)
+
+    return first(end * chunk) - first((end - 2) * chunk)

@@ -13,10 +13,15 @@ from typing import Any
 
 from megatron_hdp.errors import ConfigError
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
 """Version of the JSON that `Profile.to_json` writes."""
+READ_SCHEMAS = (1, PROFILE_SCHEMA)
+"""Versions that `Profile.from_json` reads. Schema 2 adds fields only, each with a default that says "not known", so a
+file of schema 1 means what it meant; what an older package cannot know it refuses by the number."""
 _MOST = 1 << 31
 """No count of GPUs is larger."""
+_MOST_BYTES = 1 << 52
+"""No memory is larger, and the planner takes no more."""
 
 
 class Tier(IntEnum):
@@ -29,6 +34,11 @@ class Tier(IntEnum):
 def _unit(unit: str, *, positive: bool = False) -> Any:
     """A coefficient: a finite number >= 0 (> 0 if ``positive``) that the JSON writes with its unit."""
     return field(metadata={"unit": unit, "positive": positive})
+
+
+def _optional(unit: str, default: float | None = None) -> Any:
+    """A coefficient that a file may leave out. Without a ``default`` it is then None, and else positive."""
+    return field(default=default, kw_only=True, metadata={"unit": unit, "positive": default is None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,10 @@ class LayerProfile:
     """Keys and values that travel round a ring: 2 x KV heads x head size x bytes, so GQA shows here."""
     kv_gradient_per_token: float = _unit("byte/token")
     """Gradients of keys and values that travel in backward."""
+    loss_per_token: float = _optional("s/token", 0.0)
+    """Output layer and loss on the last pipeline stage, forward and backward together, once per token of a model."""
+    embedding_per_token: float = _optional("s/token", 0.0)
+    """Embedding on the first pipeline stage, forward and backward together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,16 @@ class Profile:
     across_nodes: LinkProfile
     d2h_bandwidth: float = _unit("byte/s", positive=True)
     h2d_bandwidth: float = _unit("byte/s", positive=True)
+    d2h_bandwidth_shared: float | None = _optional("byte/s")
+    """Copies to host memory while the NIC sends and receives, per GPU; None if that changes nothing."""
+    h2d_bandwidth_shared: float | None = _optional("byte/s")
+    """The same for copies back."""
+    device_memory: float | None = _optional("byte")
+    """Of one GPU; None if not known."""
+    host_memory: float | None = _optional("byte")
+    """What the activations of all GPUs of a node may take of its host memory; None if not known."""
+    software: str | None = field(default=None, kw_only=True)
+    """Versions with which it was measured, as text; None if not measured."""
     default_layer: str = field(kw_only=True)
     layers: dict[str, LayerProfile] = field(kw_only=True)
 
@@ -113,8 +137,9 @@ class Profile:
         except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
             raise ConfigError(f"{source}: not JSON: {error}") from error
         schema = data.get("schema") if isinstance(data, dict) else None
-        if type(schema) is not int or schema != PROFILE_SCHEMA:
-            raise ConfigError(f"{source}: field schema must be {PROFILE_SCHEMA}: this is no profile that can be read")
+        if type(schema) is not int or schema not in READ_SCHEMAS:
+            known = " or ".join(map(str, READ_SCHEMAS))
+            raise ConfigError(f"{source}: field schema must be {known}: this is no profile that can be read")
         del data["schema"]
         profile: Profile = _read(cls, data, source, "")
         if profile.default_layer not in profile.layers:
@@ -151,7 +176,9 @@ def load_profile(name_or_path: str | Path) -> Profile:
         return Profile.from_json(file.read_text(encoding="utf-8"), f"{text}.json")
     try:
         return Profile.from_json(Path(text).read_text(encoding="utf-8"), text)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no text in UTF-8, or no name of a file
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"profile {text!r} is neither a shipped one ({', '.join(profile_names())}) nor a readable file: {error}"
         ) from error
@@ -162,15 +189,17 @@ def _no_twice(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ConfigError(f"{source}: field {next(k for k in keys if keys.count(k) > 1)} appears twice")
+        raise ConfigError(f"{source}: field {_named(next(k for k in keys if keys.count(k) > 1))} appears twice")
     return data
 
 
 def _write(value: Any) -> dict[str, Any]:
-    """A dataclass as JSON data; coefficients as {"value", "unit"}."""
+    """A dataclass as JSON data; coefficients as {"value", "unit"}. What is not known is left out."""
     data: dict[str, Any] = {}
     for f in dataclasses.fields(value):
         item = getattr(value, f.name)
+        if item is None:
+            continue
         if "unit" in f.metadata:
             data[f.name] = {"value": item, "unit": f.metadata["unit"]}
         elif dataclasses.is_dataclass(item):
@@ -187,13 +216,14 @@ def _read(cls: Any, data: Any, source: str, prefix: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: field {prefix.rstrip('.')} must be an object, got {_shown(data)}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    for name in fields:
-        if name not in data:
+    for name, f in fields.items():
+        if name not in data and f.default is dataclasses.MISSING:
             raise ConfigError(f"{source}: field {prefix}{name} is missing")
     for name in data:
         if name not in fields:
-            raise ConfigError(f"{source}: field {prefix}{name} is unknown; known are {', '.join(fields)}")
-    return cls(**{name: _field(f, data[name], f"{source}: field {prefix}{name}", source) for name, f in fields.items()})
+            raise ConfigError(f"{source}: field {prefix}{_named(name)} is unknown; known are {', '.join(fields)}")
+    given = {name: f for name, f in fields.items() if name in data}
+    return cls(**{name: _field(f, data[name], f"{source}: field {prefix}{name}", source) for name, f in given.items()})
 
 
 def _field(f: "dataclasses.Field[Any]", value: Any, where: str, source: str) -> Any:
@@ -206,24 +236,39 @@ def _field(f: "dataclasses.Field[Any]", value: Any, where: str, source: str) -> 
     if f.name == "layers":
         if not isinstance(value, dict) or not value:
             raise ConfigError(f"{where} must be an object with at least one layer, got {_shown(value)}")
+        for name in value:
+            _check_text(name, f"{where} has a layer whose name")
         return {name: _read(LayerProfile, layer, source, f"{prefix}{name}.") for name, layer in value.items()}
     if f.type is int:
         if type(value) is not int or not 1 <= value <= _MOST:
             raise ConfigError(f"{where} must be a whole number of at least 1 and at most 2^31, got {_shown(value)}")
         return value
-    if f.type is str:
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{where} must be a text, got {_shown(value)}")
+    if f.type is str or f.name == "software":
+        _check_text(value, where)
         return value
     if f.name == "sources":
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
             raise ConfigError(
                 f"{where} must be a list of texts that says where the numbers come from, got {_shown(value)}"
             )
+        for item in value:
+            _check_text(item, f"{where} has an entry that")
         return tuple(value)
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise ConfigError(f"{where} must be an object of texts, got {_shown(value)}")
+    for name, item in value.items():
+        _check_text(name, f"{where} has a name that")
+        if item:
+            _check_text(item, f"{where}.{name}")
     return value
+
+
+def _check_text(value: Any, where: str) -> None:
+    """Names and sources are printed, on terminals that may take neither control characters nor lone surrogates."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where} must be a text, got {_shown(value)}")
+    if not value.isprintable():
+        raise ConfigError(f"{where} must be printable text, got {_shown(value)}")
 
 
 def _coefficient(value: Any, unit: str, where: str, *, positive: bool) -> float:
@@ -242,9 +287,16 @@ def _coefficient(value: Any, unit: str, where: str, *, positive: bool) -> float:
     if not math.isfinite(result) or result < 0 or (positive and result == 0):
         kind = "positive" if positive else "not negative"
         raise ConfigError(f"{where} is {_shown(number)}, must be finite and {kind}")
+    if unit == "byte" and result > _MOST_BYTES:
+        raise ConfigError(f"{where} is {_shown(number)} bytes, can be at most 2^52")
     return result
 
 
 def _shown(value: Any) -> str:
     """A wrong value for a message, shortened: it may be huge or deep."""
     return reprlib.repr(value)
+
+
+def _named(name: str) -> str:
+    """A field of a file for a message."""
+    return name if name.isprintable() and len(name) < 60 else _shown(name)

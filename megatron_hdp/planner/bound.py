@@ -5,7 +5,7 @@ the cost model stands in `planner.bound_times`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ def lower_bound(
     stages: int = 1,
     virtual_stages: int = 1,
     offload: npt.NDArray[np.float64] | None = None,
+    free: Literal["none", "inside", "all"] | None = None,
 ) -> Bound:
     """A bound on the span of every plan of a batch.
 
@@ -63,6 +64,9 @@ def lower_bound(
         stages: pipeline stages.
         virtual_stages: model parts per stage.
         offload: as `Plan.offload`, float64 [num_sequences]; None if nothing leaves the device.
+        free: links that other exchanges than the ring may use, and that the bound takes to cost no time: "none" for
+            plans of rings alone, "inside" if gather and heads stay inside nodes, "all" if they do not. When None,
+            "inside" if the model knows the heads, else "none", for without heads only rings can be timed.
 
     Raises:
         PlanError: no plan is possible (a sequence does not fit the pool), or an argument is out of range.
@@ -93,6 +97,9 @@ def lower_bound(
                 f"{num_ranks}: raise --hdp-tokens-per-rank or the number of ranks, or lower --seq-length"
             )
     numbers = (num_ranks, capacity, stages, virtual_stages)
+    cost = cost.with_stages(stages)
+    free = free or ("none" if cost.heads is None else "inside")
+    cost = cost if free == "none" else cost.with_free_links(free)
     if _core is not None and hasattr(_core, "lower_bound"):
         return Bound(*_core.lower_bound(core_arguments(cost), lengths, shares, *numbers).tolist())
     return lower_bound_python(lengths, shares, cost, *numbers)
@@ -249,10 +256,7 @@ class _Search(RingTimes):
     def least(self, i: int, low: int, high: int, phase: Phase) -> int:
         """Least time of one rank's piece of kind i on rings of low .. high ranks."""
         length, rings = int(self.lengths[i]), np.arange(low, high + 1, dtype=np.int64)
-        exact = self.exact(length, rings, phase)
-        if self.cost.window is None:
-            return int(exact.min())
-        return int(np.where(rings == 1, exact, self.evenly(length, rings, phase)).min())
+        return int(self.piece(length, rings, phase).min())
 
     def trimmed(self, i: int, low: int, high: int) -> int:
         """`least` of both passes, less what rounding to model parts may take."""

@@ -10,12 +10,18 @@ at least s):
 
 because a step computes A / d^2 on each rank and max(x, y) = x + (y - x)^+. d^2 X(b) = latency d^2 + b s d rises with d,
 and so do 1 - 1/d, (d - 2)/d and latency d^2 / d; (b s d - A)/d rises too. So no term falls: *rank-time never falls when
-a ring is widened*, nor where it leaves its node, whose links are taken as the better of both kinds. With a window the
-steps are unequal and the busiest rank counts; then A is the area of the whole mask, which the d ranks must cover
-between them, waits(d) is at least what d ranks spend in all transfers less A, and both still never fall.
+a ring is widened*, nor where it leaves its node, whose links are taken as the better of both kinds. With a
+window only compute is charged: A is then the area of the whole mask, which the d ranks must cover between them, and
+the busiest, whose time counts, has A / d or more; waits(d) is taken as 0, because a halo comes in fewer transfers
+than the ring's walk, and how it is hidden depends on the chunks. Again no term falls.
+
+Other exchanges than the ring compute the same: gather d steps of A / d^2 like the ring, heads as many with 1/a of the
+heads on pieces that are a times as long. What they wait for is another sum. So where they may be used, `lower_bound`
+takes links to cost no time (``free``): then waits(d) is 0 there, and so is what is charged of any exchange.
 
 Integers: each of at most 2 d + 4 terms of a pass is rounded down, so the integer time is less than that below the real
-one; `RingTimes.lost` is what a ring can lose by it, and it is taken off whenever the real formula is used.
+one; `RingTimes.lost` is what a ring can lose by it, and it is taken off whenever the real formula is used. Gather and
+heads round the same d steps down, and what else they add is not negative.
 """
 
 from dataclasses import replace
@@ -44,7 +50,7 @@ class RingTimes:
         the constant per sequence. What rounding takes off is convex in the ring, so its worst is at one of the ends.
         Rounding to model parts may make a pass's time negative; that of both is at least 0.
         """
-        piece = int(self.exact(length, ring, phase))
+        piece = int(self.piece(length, ring, phase))
         at_once = ring * (piece - self.trim)
         least = at_once
         if ring < self.ranks:
@@ -73,12 +79,11 @@ class RingTimes:
         def one_pass(direction: int) -> int:
             area = int(own_area(length // 2, self.cost.window)) * s.attention[direction]
             rest = s.linear[direction] * length + s.sequence[direction] * d
+            if self.cost.window is not None:
+                return area + rest
             home = wait * d + gradient * length if direction else 0
             moves = [(1, kv), (d - 2, both), (1, gradient)] if direction else [(d - 1, kv)]
             transfers = [(number, wait * d * d + per_token * length * d) for number, per_token in moves]
-            if self.cost.window is not None:
-                moved = sum(number * time for number, time in transfers) // d
-                return max(area, moved) + home + rest
             return area + sum(number * max(time - area, 0) for number, time in transfers) // d + home + rest
 
         return sum(one_pass(direction) for direction in self.cost._directions(phase))
@@ -87,26 +92,22 @@ class RingTimes:
         """A ring that fits a node may lie in one."""
         return np.where(np.asarray(ring) > self.cost.ranks_per_node, Tier.ACROSS_NODES, Tier.INSIDE_NODE).astype(int)
 
-    def exact(self, length: int, ring: int | IntArray, phase: Phase) -> Any:
-        """The cost model's time of one rank's piece, on the better links."""
-        length = min(length, self.cost.max_length)  # padding may lift it above; it is padded again
-        return self.cost.picoseconds(length, ring, self.tier(ring), phase)
+    def piece(self, length: int, ring: int | IntArray, phase: Phase) -> Any:
+        """At most the time of one rank's piece on the better links: that of the cost model, if there is no window.
 
-    def evenly(self, length: int, rings: IntArray, phase: Phase) -> IntArray:
-        """At most the time of one rank's piece if attention has a window: every rank as busy as the mean.
-
-        The d steps together compute the mask or more, each rounded down; transfers take their time at least. Unlike the
-        busiest rank's time this surely rises with the length.
+        With a window, on rings of two or more, it is what a piece computes if all are equally busy: the busiest has
+        no less. Unlike the busiest one's time this surely rises with the length.
         """
-        s, tokens, tiers = self.cost._stage, length // rings, self.tier(rings)
-        total = np.zeros_like(rings)
+        exact = self.cost.picoseconds(min(length, self.cost.max_length), ring, self.tier(ring), phase)  # padded again
+        if self.cost.window is None:
+            return exact
+        s, rings, area = self.cost._stage, np.asarray(ring), own_area(length // 2, self.cost.window)
+        evenly = 0 * rings
         for direction in self.cost._directions(phase):
-            kv, both, gradient = self.cost._transfers(tokens, tiers, direction)
-            moved = kv + (rings - 2) * both + gradient if direction else (rings - 1) * kv
-            compute = scaled(own_area(length // 2, self.cost.window) // rings, s.attention[direction]) - rings
-            total = total + np.maximum(compute, moved) + gradient
-            total = total + scaled(tokens, s.linear[direction]) + (s.sequence[direction] >> FRACTION_BITS)
-        return total
+            compute = scaled(area // rings, s.attention[direction]) - rings  # each of d steps is rounded down
+            evenly = evenly + np.maximum(compute, 0)
+            evenly = evenly + scaled(length // rings, s.linear[direction]) + (s.sequence[direction] >> FRACTION_BITS)
+        return np.where(rings == 1, exact, evenly)
 
 
 def _with_best_links(cost: CostModel, num_ranks: int) -> CostModel:

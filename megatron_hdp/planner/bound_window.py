@@ -119,7 +119,7 @@ def window(
     rest += number * constant
     spent = 0 if times.parts == 1 else 2 * (stages - 1) * constant
     widths = range(ring, times.ranks + 1)
-    passed = [d * (stages * (int(times.exact(length, d, "total")) - times.trim) - spent) + rest for d in widths]
+    passed = [d * (stages * (int(times.piece(length, d, "total")) - times.trim) - spent) + rest for d in widths]
     best, low, tuned, high = 0, ring, times.ranks, times.ranks
     while low <= high:
         prices = _prices(kinds, room, tuned * capacity)

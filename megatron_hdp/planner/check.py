@@ -3,16 +3,20 @@
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.deadlock import require_order
 from megatron_hdp.planner.graph import tie_experts
+from megatron_hdp.planner.host import host_peaks, most_in_flight
 from megatron_hdp.planner.native import _core
+from megatron_hdp.planner.peers import HEADS, peers, ring_peers
 from megatron_hdp.planner.span import ends_of_columns
-from megatron_hdp.types import IntArray, Plan, Ring
+from megatron_hdp.types import EXCHANGES, IntArray, Plan
+
+__all__ = ["check", "check_python", "held_tokens", "peers"]
 
 MAX_PEERS = 4
-"""Ranks that one rank exchanges data with, over a whole run."""
-
+"""Ranks that one rank exchanges data with along rings, over a whole run."""
 
 LIMIT = 2**31
 """Ranks, capacity, pad_multiple, lengths and the tokens of a batch are below this, so that no sum of them wraps."""
@@ -24,7 +28,15 @@ _SOUND, _BROKEN, _UNDECIDED = 0, 1, 2
 """What the C++ check says. Undecided: a pipeline whose rings have different slots on their ranks; huge numbers."""
 
 
-def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
+def check(
+    plan: Plan,
+    *,
+    stages: int = 1,
+    virtual_stages: int = 1,
+    expert_group: int = 1,
+    cost: CostModel | None = None,
+    host_bytes: int | None = None,
+) -> None:
     """Return if the plan keeps every invariant.
 
     Args:
@@ -34,11 +46,15 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
         virtual_stages: model parts per stage. With more than one, every rank's count must be a multiple of ``stages``,
             as Megatron's interleaved schedule demands.
         expert_group: ranks that exchange tokens between experts, consecutive; counts must be equal inside a group.
+        cost: of one pipeline stage, for ``host_bytes``.
+        host_bytes: bytes of activations that one process may have in host memory at a time; no limit when None.
 
     Raises:
         PlanError: names the broken invariant, rank, sequence and numbers; or a setting that no run can have.
     """
     _check_settings(stages, virtual_stages, expert_group)
+    if host_bytes is not None and cost is None:
+        raise PlanError("settings: host_bytes without cost: what a piece takes depends on both, give the cost model")
     _check_numbers(plan)
     verdict = _check_in_core(plan, stages, virtual_stages, expert_group)
     if verdict != _SOUND:
@@ -50,6 +66,8 @@ def check(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group:
         )
     if verdict == _SOUND and expert_group > 1:  # the C++ check does not look at this
         _check_experts(plan, stages, virtual_stages, expert_group)
+    if host_bytes is not None and cost is not None:
+        _check_host(plan, cost, host_bytes, stages, virtual_stages)
 
 
 def check_python(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert_group: int = 1) -> None:
@@ -61,6 +79,7 @@ def check_python(plan: Plan, *, stages: int = 1, virtual_stages: int = 1, expert
     rank_of = np.repeat(np.arange(plan.num_ranks), np.diff(plan.rank_offsets))
     rank = rank_of[microbatch]
     _check_rings(plan)
+    _check_exchanges(plan)
     _check_pieces(plan, rank)
     _check_order_inside(plan, microbatch, rank_of)
     _check_capacity(plan, microbatch, rank_of)
@@ -86,6 +105,8 @@ def _check_in_core(plan: Plan, stages: int, virtual_stages: int, expert_group: i
         plan.rank_offsets,
         plan.microbatch_offsets,
         plan.piece_sequence,
+        plan.exchange,
+        plan.head_ranks,
         stages,
         virtual_stages,
         expert_group,
@@ -112,25 +133,22 @@ def _check_experts(plan: Plan, stages: int, virtual_stages: int, expert_group: i
         ) from error
 
 
+def _check_host(plan: Plan, cost: CostModel, host_bytes: int, stages: int, virtual_stages: int) -> None:
+    """No rank has more in host memory at a time than it may."""
+    peaks = host_peaks(plan, cost, stages, virtual_stages)
+    rank = int(np.argmax(peaks))
+    if peaks[rank] > host_bytes:
+        flight = most_in_flight(stages, virtual_stages)
+        together = f" with up to {flight} micro-batches in flight" if flight > 1 else ""
+        raise PlanError(
+            f"host: rank {rank} has {int(peaks[rank]):,} bytes of activations in host memory at a time{together}, "
+            f"{host_bytes:,} are allowed: raise --hdp-offload-gib, or plan with this limit"
+        )
+
+
 def held_tokens(tokens: IntArray, offload: npt.NDArray[np.float64]) -> IntArray:
     """Tokens of pieces that stay on the device after offload, rounded up; same shapes."""
     return tokens - np.floor(tokens * offload).astype(np.int64)
-
-
-def peers(plan: Plan) -> IntArray:
-    """Number of ranks that each rank exchanges ring data with over the plan, shape [num_ranks]."""
-    rings = np.unique(np.stack([plan.ring_start, plan.ring_size]), axis=1)
-    links = []
-    for size in np.unique(rings[1][rings[1] > 1]).tolist():
-        walk = np.array(Ring(0, size).ranks)
-        ranks = rings[0][rings[1] == size][:, None] + walk
-        links.append(np.stack([ranks, np.roll(ranks, -1, axis=1)]).reshape(2, -1))
-    if not links:
-        return np.zeros(plan.num_ranks, dtype=np.int64)
-    one_way = np.concatenate(links, axis=1)
-    both = np.concatenate([one_way, one_way[::-1]], axis=1)
-    pairs = np.unique(both[0] * plan.num_ranks + both[1])
-    return np.bincount(pairs // plan.num_ranks, minlength=plan.num_ranks)
 
 
 def _check_settings(stages: int, virtual_stages: int, expert_group: int) -> None:
@@ -184,7 +202,7 @@ def _check_columns(plan: Plan) -> None:
             f"columns: num_ranks {plan.num_ranks} and capacity {plan.capacity} must be positive, pad_multiple "
             f"{plan.pad_multiple} positive and even"
         )
-    for name in ("lengths", "ring_start", "ring_size", "offload"):
+    for name in ("lengths", "ring_start", "ring_size", "offload", "exchange", "head_ranks"):
         shape = getattr(plan, name).shape
         if shape != (plan.lengths.size,):
             raise PlanError(f"columns: {name} has shape {list(shape)}, the batch has {plan.lengths.size} sequences")
@@ -234,6 +252,36 @@ def _check_rings(plan: Plan) -> None:
         raise PlanError(f"offload: sequence {wrong[0]} has offload {plan.offload[wrong[0]]}, must be in 0 .. 1")
 
 
+def _check_exchanges(plan: Plan) -> None:
+    """Exchanges exist, local sequences have none, and groups that swap rows for heads tile their ring."""
+    exchange, head_ranks, size = plan.exchange, plan.head_ranks, plan.ring_size
+    wrong = np.flatnonzero((exchange < 0) | (exchange >= len(EXCHANGES)))
+    if wrong.size:
+        s, names = wrong[0], ", ".join(f"{index} ({name})" for index, name in enumerate(EXCHANGES))
+        raise PlanError(f"exchange: sequence {s} has exchange {exchange[s]}, must be one of {names}")
+    wrong = np.flatnonzero((size == 1) & ((exchange != 0) | (head_ranks != 1)))
+    if wrong.size:
+        s = wrong[0]
+        raise PlanError(
+            f"exchange: sequence {s} is local and has exchange {EXCHANGES[exchange[s]]} with head_ranks "
+            f"{head_ranks[s]}, must have ring with 1"
+        )
+    wrong = np.flatnonzero(np.where(exchange == HEADS, head_ranks < 2, head_ranks != 1))
+    if wrong.size:
+        s = wrong[0]
+        least = "at least 2" if exchange[s] == HEADS else "1"
+        raise PlanError(
+            f"exchange: sequence {s} has exchange {EXCHANGES[exchange[s]]} with head_ranks {head_ranks[s]}, must have "
+            f"{least}"
+        )
+    wrong = np.flatnonzero(size % head_ranks)
+    if wrong.size:
+        s = wrong[0]
+        raise PlanError(
+            f"exchange: sequence {s} has head_ranks {head_ranks[s]}, which does not divide its ring of {size[s]} ranks"
+        )
+
+
 def _check_pieces(plan: Plan, rank: IntArray) -> None:
     """A sequence has exactly one piece on each rank of its ring, and none elsewhere."""
     sequence = plan.piece_sequence
@@ -280,11 +328,13 @@ def _check_capacity(plan: Plan, microbatch: IntArray, rank_of: IntArray) -> None
 
 
 def _check_peers(plan: Plan) -> None:
-    """No rank exchanges data with more than four others: each costs buffers for the whole run."""
-    number = peers(plan)
+    """No rank exchanges data along rings with more than four others. Gather and heads may have more, and say so."""
+    number = ring_peers(plan)
     worst = int(np.argmax(number))
     if number[worst] > MAX_PEERS:
-        raise PlanError(f"peers: rank {worst} exchanges data with {number[worst]} ranks, at most {MAX_PEERS} may be")
+        raise PlanError(
+            f"peers: rank {worst} exchanges data along rings with {number[worst]} ranks, at most {MAX_PEERS} may be"
+        )
 
 
 def _check_counts(plan: Plan, stages: int, virtual_stages: int, expert_group: int) -> None:

@@ -12,15 +12,20 @@ from megatron_hdp.errors import ConfigError, PlanError
 from megatron_hdp.planner.baselines import BASELINES
 from megatron_hdp.planner.check import check
 from megatron_hdp.planner.columns import Layout
+from megatron_hdp.planner.exchange import choose_exchanges, require_choice
 from megatron_hdp.planner.hdp import plan_hdp
+from megatron_hdp.planner.host import host_peaks
 from megatron_hdp.types import IntArray, Plan
 
 ALGORITHMS = ("hdp", *BASELINES)
 BALANCES = ("auto", "dp", "pp")
 MAX_BATCH_TOKENS = 2**31 - 1
 """Megatron counts the tokens of a step in int32."""
+DEFAULT_HEADS = (16, 4)
+"""Query and key/value heads of one tensor-parallel rank in `default_cost`: 32 and 8 on two."""
 MAX_RANKS = 2**20
 MAX_STAGES = 1024
+MAX_HOST_BYTES = 2**52
 
 
 def plan(
@@ -36,6 +41,8 @@ def plan(
     expert_group: int = 1,
     cost: CostModel | None = None,
     offload: bool = False,
+    host_bytes: int | None = None,
+    exchange: str = "auto",
 ) -> Plan:
     """Who runs what for one global batch. A pure function of its arguments: the same bytes on every rank.
 
@@ -54,6 +61,10 @@ def plan(
             all counts are equal.
         cost: what pieces cost; `default_cost` when None.
         offload: let activations of long sequences leave for host memory where the copy is free, for smaller rings.
+        host_bytes: bytes of activations that one process may have in host memory at a time, all micro-batches in
+            flight; no limit when None. Baselines, which know no limit, offload nothing where they would exceed it.
+        exchange: how rings share attention, see `megatron_hdp.planner.exchange.choose_exchanges`. With "auto" the
+            baselines keep the ring.
 
     Raises:
         ConfigError: a setting, or a combination of settings, cannot work.
@@ -79,20 +90,52 @@ def plan(
         )
     if cost.pad_multiple != pad_multiple:
         cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
+    cost = cost.with_stages(layout.stages)
+    if host_bytes is not None:
+        host_bytes = _whole("host_bytes", host_bytes, MAX_HOST_BYTES)
+        if host_bytes < 0:
+            raise ConfigError(f"host_bytes is {host_bytes}: give at least 0, or None for no limit")
+        offload = offload and host_bytes > 0
+    require_choice(exchange, cost)
     if algorithm == "hdp":
-        result = plan_hdp(array, num_ranks, tokens_per_rank, cost, balance, layout, offload=offload)
-    else:
-        result = BASELINES[algorithm](
+        result = plan_hdp(
             array,
             num_ranks,
             tokens_per_rank,
-            pad_multiple,
-            cost=cost,
-            count_multiple=layout.count_multiple,
-            equal_counts=balance == "pp",
+            cost,
+            balance,
+            layout,
+            exchange=exchange,
             offload=offload,
+            host_bytes=host_bytes,
         )
-    check(result, stages=stages, virtual_stages=virtual_stages, expert_group=expert_group)
+    else:
+
+        def baseline(offload: bool) -> Plan:
+            return BASELINES[algorithm](
+                array,
+                num_ranks,
+                tokens_per_rank,
+                pad_multiple,
+                cost=cost,
+                count_multiple=layout.count_multiple,
+                equal_counts=balance == "pp",
+                offload=offload,
+            )
+
+        result = baseline(offload)
+        if host_bytes is not None and int(host_peaks(result, cost, stages, virtual_stages).max()) > host_bytes:
+            result = baseline(False)
+        if exchange != "auto":
+            result = choose_exchanges(result, cost, exchange)
+    check(
+        result,
+        stages=stages,
+        virtual_stages=virtual_stages,
+        expert_group=expert_group,
+        cost=cost,
+        host_bytes=host_bytes,
+    )
     return result
 
 

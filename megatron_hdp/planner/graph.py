@@ -45,7 +45,9 @@ def groups(
             x = parent[x]
         return x
 
-    for a, b in zip(microbatch[by_ring[same]].tolist(), microbatch[by_ring[same + 1]].tolist(), strict=True):
+    # a pack on a ring links its micro-batches once for each sequence
+    links = np.unique(microbatch[by_ring[same]] * num + microbatch[by_ring[same + 1]])
+    for a, b in zip((links // num).tolist(), (links % num).tolist(), strict=True):
         a, b = root(a), root(b)
         parent[max(a, b)] = min(a, b)
     _, group = np.unique([root(x) for x in range(num)], return_inverse=True)

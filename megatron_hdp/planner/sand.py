@@ -4,6 +4,10 @@ Local sequences are many and short, so they fill what rings leave, as sand does.
 tightest gap before a ring that holds it (best fit), else onto the rank that is done soonest (longest processing time
 first, Graham 1969). What ranks run after their last ring is then levelled (`planner.level`). What a rank runs between
 two rings is packed into micro-batches by best fit (Johnson 1973).
+
+Gradients are summed over the pool while each rank's last micro-batch runs backward, and parameters gathered while its
+first runs forward. So ranks begin and end with long micro-batches where that is free: a ring that is the last of all
+its ranks runs after what they have left, else the first of the packs, which is full and has the longest sequences.
 """
 
 from bisect import bisect_left, insort
@@ -11,6 +15,7 @@ from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_hdp.planner.level import level_tails
 from megatron_hdp.planner.skyline import Placement
@@ -99,7 +104,7 @@ def pack_falling(sizes: list[int], capacity: int) -> list[int]:
 def build_columns(
     ring_sequence: IntArray, placed: Placement, local: Locals, spread: Spread, num_ranks: int, capacity: int
 ) -> Columns:
-    """The plan: a rank runs, for every turn, its packs of local sequences and then the ring.
+    """The plan: a rank runs, for every turn, its packs of local sequences and then the ring; see above for its last.
 
     ``ring_sequence`` int64 [num_rings] is the sequence of every ring. Pieces of a micro-batch ascend by sequence. A
     rank with nothing to run gets one empty micro-batch.
@@ -117,9 +122,12 @@ def build_columns(
     cell_ring, cell_rank = _cells(places)
     cell_turn, cells_of = _turns(cell_rank, num_ranks)
     first_group = np.cumsum(cells_of + 1) - cells_of - 1  # a group: what a rank runs in one turn
-    group = first_group[local_rank] + np.array(spread.turn, dtype=np.int64)
+    turn = np.array(spread.turn, dtype=np.int64)
+    turn -= (turn == cells_of[local_rank]) & _ends_with_ring(places, cell_ring, cell_rank, num_ranks)[local_rank]
+    group = first_group[local_rank] + turn
     bins = _pack(group, local.tokens, capacity)
     most = int(bins.max(initial=-1)) + 2
+    bins[(turn == cells_of[local_rank]) & (bins == 0)] = most - 1
     slot = np.concatenate([group * most + bins, (first_group[cell_rank] + cell_turn) * most + most - 1])
     rank = np.concatenate([local_rank, cell_rank])
     sequence = np.concatenate([local.sequence, rings[cell_ring]])
@@ -132,6 +140,20 @@ def _cells(places: IntArray) -> tuple[IntArray, IntArray]:
     place = np.repeat(np.arange(len(places), dtype=np.int64), places[:, 1])
     first = np.cumsum(places[:, 1]) - places[:, 1]
     return place, np.arange(place.size, dtype=np.int64) - first[place] + places[place, 0]
+
+
+def _ends_with_ring(
+    places: IntArray, cell_ring: IntArray, cell_rank: IntArray, num_ranks: int
+) -> npt.NDArray[np.bool_]:
+    """Ranks whose last ring is the last of all its ranks, bool [num_ranks]; cells are in the order of placing.
+
+    All of them have the same time left after it, so it may as well run at the end of that.
+    """
+    last = np.full(num_ranks, -1, dtype=np.int64)
+    np.maximum.at(last, cell_rank, cell_ring)
+    ring = np.flatnonzero(np.bincount(last[last >= 0], minlength=len(places)) == places[:, 1])
+    found: npt.NDArray[np.bool_] = np.isin(last, ring)
+    return found
 
 
 def _turns(rank: IntArray, num_ranks: int) -> tuple[IntArray, IntArray]:

@@ -2,25 +2,32 @@
 
 import numpy as np
 
-from megatron_hdp.cost import CostModel
+from megatron_hdp.cost import CostModel, Phase
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.graph import groups, pipeline_graph, run_python, tie_experts, tied_slots, whole_graph
 from megatron_hdp.planner.native import _core
 from megatron_hdp.types import IntArray, Plan
 
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+
 
 def microbatch_picoseconds(plan: Plan, cost: CostModel) -> tuple[IntArray, IntArray]:
     """Forward and backward time of every micro-batch on one pipeline stage, picoseconds.
 
-    The constant of a micro-batch plus the `CostModel.picoseconds` of its pieces; an empty one costs the constant.
+    The constant of a micro-batch plus the `CostModel.picoseconds` of its pieces, by their exchange; an empty one costs
+    the constant.
 
     Returns:
         forward int64 [num_microbatches], backward int64 [num_microbatches].
     """
     tier = cost.tier(plan.ring_start, plan.ring_size)
-    result = []
-    for phase in ("forward", "backward"):
-        of_sequence = np.asarray(cost.picoseconds(plan.lengths, plan.ring_size, tier, phase), dtype=np.int64)
+    rings, pieces, result = not plan.exchange.any(), (plan.lengths, plan.ring_size, tier), []
+    for phase in PHASES:
+        if rings:
+            times = cost.picoseconds(*pieces, phase)
+        else:
+            times = cost.exchange_picoseconds(*pieces, plan.exchange, plan.head_ranks, phase)
+        of_sequence = np.asarray(times, dtype=np.int64)
         ahead = np.zeros(plan.piece_sequence.size + 1, dtype=np.int64)
         np.cumsum(of_sequence[plan.piece_sequence], out=ahead[1:])
         result.append(np.diff(ahead[plan.microbatch_offsets]) + cost.microbatch_picoseconds(phase))
@@ -36,7 +43,7 @@ def rank_ends(plan: Plan, cost: CostModel, stages: int = 1, virtual_stages: int 
     Raises:
         PlanError: ranks would wait for each other forever.
     """
-    forward, backward = microbatch_picoseconds(plan, cost)
+    forward, backward = microbatch_picoseconds(plan, cost.with_stages(stages))
     columns = (plan.microbatch_offsets, plan.piece_sequence, plan.ring_size)
     if expert_group > 1:
         columns = tie_experts(plan.rank_offsets, *columns, expert_group)

@@ -6,12 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.cost import CostModel, Phase
-from megatron_hdp.errors import PlanError
-from megatron_hdp.planner.check import held_tokens
 from megatron_hdp.planner.columns import Columns, Layout
 from megatron_hdp.planner.graph import tie_experts
 from megatron_hdp.planner.span import ends_of_columns
-from megatron_hdp.types import IntArray, Plan, chunk_tokens
+from megatron_hdp.types import IntArray, Plan
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -177,39 +175,6 @@ def unit_picoseconds(cost: CostModel, lengths: IntArray, of: IntArray, size: Int
     total = np.full(size.size, cost.microbatch_picoseconds(), dtype=np.int64)
     np.add.at(total, of, cost.picoseconds(lengths, ring, cost.tier(0, ring)))
     return total
-
-
-def smallest_rings(
-    lengths: IntArray, num_ranks: int, capacity: int, pad_multiple: int, cost: CostModel, *, offload: bool
-) -> tuple[IntArray, FloatArray]:
-    """ByteScale's D(s, r): ranks of every sequence by memory, and `Plan.offload`; both [num_sequences].
-
-    Without offload that is ceil(s / capacity). With it, r is the largest fraction whose copy hides behind the forward
-    pass, for sequences above the capacity only, and 0 where it saves no rank.
-
-    Raises:
-        PlanError: a sequence does not fit in the pool.
-    """
-    size = -(-lengths // capacity)
-    fraction = np.zeros(lengths.size)
-    if offload:
-        free = cost.largest_free_offload(lengths)
-        fewer = np.minimum(cost.smallest_ring(lengths, capacity, free), size)
-        leaves = 1.0 - cost.held_fraction(free)
-        while True:  # the cost model counts bytes, the plan counts tokens rounded up: they may differ by a token
-            over = held_tokens(2 * chunk_tokens(lengths, fewer, pad_multiple), leaves) > capacity
-            if not np.any(over & (fewer < size)):
-                break
-            fewer = fewer + (over & (fewer < size))
-        fraction = np.where(fewer < size, leaves, 0.0)
-        size = fewer
-    if int(size.max()) > num_ranks:
-        longest = int(np.argmax(size))
-        raise PlanError(
-            f"sequence {longest} has {int(lengths[longest])} tokens and needs {int(size[longest])} ranks of {capacity} "
-            f"tokens, the pool has {num_ranks}: raise --hdp-tokens-per-rank or use more ranks"
-        )
-    return size, fraction
 
 
 def soonest(ends: IntArray, size: int, allowed: npt.NDArray[np.bool_] | None = None) -> int | None:

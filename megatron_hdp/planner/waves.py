@@ -2,7 +2,7 @@
 
 Ranks that run in lockstep, because they share experts or because long rings tie them together slot by slot, lose what
 the slots' times differ. Here rings are widened until none takes longer than a limit, and go heaviest first into the
-first wave with room, in aligned blocks. Packs of local sequences fill what is left.
+first wave with room, in aligned blocks. Packs of local sequences fill what is left. C++ where built, else Python.
 """
 
 import heapq
@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.columns import Columns, Layout
+from megatron_hdp.planner.native import _core
 from megatron_hdp.planner.packing import best_fit
 from megatron_hdp.planner.units import PHASES, Units, arrange, cells, unit_ends
 from megatron_hdp.types import IntArray
@@ -135,18 +136,39 @@ def _waves(batch: _Batch, size: IntArray, cost: CostModel) -> Units:
     long = batch.lengths[batch.rings]
     ring_work = cost.microbatch_picoseconds() + cost.picoseconds(long, size, cost.tier(0, size))
     work = np.concatenate([batch.forward + batch.backward, ring_work])
+    start, wave = place_units(sizes, work, num_packs, num_ranks)
+    return Units(of, start, sizes, wave)
 
-    start, wave = np.empty_like(sizes), np.empty_like(sizes)
+
+def place_units(size: IntArray, work: IntArray, num_packs: int, num_ranks: int) -> tuple[IntArray, IntArray]:
+    """First rank and wave of every unit, int64 [num_units] each.
+
+    Args:
+        size: ranks of each unit, at most ``num_ranks``; packs come first and have one.
+        work: picoseconds of each.
+        num_packs: units that are packs.
+        num_ranks: ranks of the pool.
+    """
+    if _core is None:
+        return place_units_python(size, work, num_packs, num_ranks)
+    start, wave = _core.place_units(size, work, num_packs, num_ranks)
+    return start, wave
+
+
+def place_units_python(size: IntArray, work: IntArray, num_packs: int, num_ranks: int) -> tuple[IntArray, IntArray]:
+    """Twin of the C++ `place_units`."""
+    start, wave = np.empty_like(size), np.empty_like(size)
     loads = np.zeros(num_ranks, dtype=np.int64)
     free, used = _Free(num_ranks), 0
-    rings = num_packs + np.lexsort((np.arange(size.size), -size, -ring_work))
+    ring_size, ring_work = size[num_packs:], work[num_packs:]
+    rings = num_packs + np.lexsort((np.arange(ring_size.size), -ring_size, -ring_work))
     for unit in rings.tolist():
-        start[unit], wave[unit] = free.place(loads, int(sizes[unit]))
+        start[unit], wave[unit] = free.place(loads, int(size[unit]))
         used = max(used, int(wave[unit]) + 1)
-        ranks = slice(int(start[unit]), int(start[unit] + sizes[unit]))
+        ranks = slice(int(start[unit]), int(start[unit] + size[unit]))
         loads[ranks] = loads[ranks].max() + work[unit]
 
-    used = max(used, -(-int(sizes.sum()) // num_ranks))  # so many waves that each rank has a place for its packs
+    used = max(used, -(-int(size.sum()) // num_ranks))  # so many waves that each rank has a place for its packs
     free.open(used)
     places = [np.flatnonzero(free.ranks[:used, rank]).tolist() for rank in range(num_ranks)]
     heap = [(load, rank) for rank, load in enumerate(loads.tolist()) if places[rank]]
@@ -158,7 +180,7 @@ def _waves(batch: _Batch, size: IntArray, cost: CostModel) -> Units:
             heapq.heapreplace(heap, (load + int(work[unit]), rank))
         else:
             heapq.heappop(heap)
-    return Units(of, start, sizes, wave)
+    return start, wave
 
 
 class _Free:
@@ -166,8 +188,8 @@ class _Free:
 
     def __init__(self, num_ranks: int) -> None:
         self.ranks = np.ones((1, num_ranks), dtype=np.bool_)  # [waves, ranks]
-        self.first = 0
-        """Waves before this one are full."""
+        self.first: dict[int, int] = {}
+        """Size -> waves before this one have no free block of it, and never will: nothing gets free again."""
 
     def open(self, waves: int) -> None:
         """Open more waves, up to ``waves`` in all."""
@@ -178,18 +200,17 @@ class _Free:
     def place(self, loads: IntArray, size: int) -> tuple[int, int]:
         """First rank and wave of a ring: the first wave with a free block, there the block with the least work."""
         blocks = loads.size // size
-        room = self.ranks[self.first :, : blocks * size].reshape(-1, blocks, size).all(axis=2)
-        found = np.flatnonzero(room.any(axis=1))
-        if not found.size:
-            waves = self.ranks.shape[0]
-            self.open(2 * waves)
-            wave, free = waves, np.arange(blocks)
+        wave = self.first.get(size, 0)
+        while wave < self.ranks.shape[0]:
+            free = np.flatnonzero(self.ranks[wave, : blocks * size].reshape(blocks, size).all(axis=1))
+            if free.size:
+                break
+            wave += 1
         else:
-            wave = self.first + int(found[0])
-            free = np.flatnonzero(room[found[0]])
+            self.open(2 * wave)
+            free = np.arange(blocks)
+        self.first[size] = wave
         load = loads[: blocks * size].reshape(blocks, size)[free].max(axis=1)
         block = int(free[np.argmin(load)])
         self.ranks[wave, block * size : (block + 1) * size] = False
-        while self.first < self.ranks.shape[0] - 1 and not self.ranks[self.first].any():
-            self.first += 1
         return block * size, wave

@@ -1,10 +1,49 @@
 """A dull executor of plans: every stage of every column walks its own list of things to do until nothing moves."""
 
+import numpy as np
 from plan_twins import Op, schedule
 
 from megatron_hdp.types import Plan
 
 Key = tuple[int, int]  # rank, stage
+
+
+def random_plan(
+    rng: np.random.Generator, stages: int, parts: int, shuffle: float, num_ranks: int | None = None
+) -> Plan:
+    """A small plan: rings in the same slot of all their ranks, counts unequal; then some slots swapped.
+
+    Of 2 to 4 ranks, if their number is not given.
+    """
+    num_ranks = int(rng.integers(2, 5)) if num_ranks is None else num_ranks
+    unit = stages if parts > 1 else 1
+    counts = unit * rng.integers(1, 4 if unit > 1 else 6, num_ranks)
+    ranks: list[list[list[int]]] = [[[] for _ in range(n)] for n in counts]
+    rings = []
+    for _ in range(int(rng.integers(1, 6))):
+        size = int(rng.integers(1, num_ranks + 1))
+        start = int(rng.integers(0, num_ranks - size + 1))
+        slot = int(rng.integers(0, counts[start : start + size].min()))
+        for rank in range(start, start + size):
+            ranks[rank][slot].append(len(rings))
+        rings.append((start, size))
+    for mbs in ranks:
+        if rng.random() < shuffle:
+            a, b = rng.integers(0, len(mbs), 2)
+            mbs[a], mbs[b] = mbs[b], mbs[a]
+    flat = [mb for mbs in ranks for mb in mbs]
+    return Plan(
+        num_ranks=num_ranks,
+        capacity=1000,
+        pad_multiple=2,
+        lengths=np.array([int(rng.integers(1, 10)) * size for _, size in rings]),
+        ring_start=np.array([start for start, _ in rings]),
+        ring_size=np.array([size for _, size in rings]),
+        offload=np.zeros(len(rings)),
+        rank_offsets=np.cumsum([0, *map(len, ranks)]),
+        microbatch_offsets=np.cumsum([0, *map(len, flat)]),
+        piece_sequence=np.array([s for mb in flat for s in mb], dtype=np.int64),
+    )
 
 
 def linked(plan: Plan) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:

@@ -16,6 +16,7 @@ from megatron_hdp.planner import check, core_backend
 from megatron_hdp.planner.bound import _Search, lower_bound, lower_bound_python
 from megatron_hdp.planner.check import held_tokens
 from megatron_hdp.planner.span import rank_ends
+from megatron_hdp.planner.summary import bound_of
 
 NONE = np.zeros(0, dtype=np.int64)
 H100 = load_profile("h100")
@@ -46,6 +47,23 @@ def random_cost(rng, layers=2, window=None):
     )
     recompute = str(rng.choice(["none", "full"]))
     return CostModel(profile, layers, window=window, recompute=recompute, pad_multiple=int(rng.choice([2, 4])))
+
+
+def with_heads(rng, cost):
+    heads, kv_heads = [(8, 8), (8, 2), (12, 4), (32, 8), (4, 1)][int(rng.integers(5))]
+    return replace(cost, heads=heads, kv_heads=kv_heads)
+
+
+def with_exchanges(rng, plan, cost, *, inside=False):
+    """The plan with an exchange drawn for each ring, inside nodes only or anywhere."""
+    exchange, head_ranks = 0 * plan.ring_size, 0 * plan.ring_size + 1
+    for s, (start, size) in enumerate(zip(plan.ring_start.tolist(), plan.ring_size.tolist())):
+        if size == 1 or (inside and cost.tier(start, size)):
+            continue
+        ranks = [a for a in range(2, size + 1) if size % a == 0 and cost.swaps_heads(a)]
+        exchange[s] = int(rng.integers(3 if ranks else 2))
+        head_ranks[s] = int(rng.choice(ranks)) if exchange[s] == 2 else 1
+    return replace(plan, exchange=exchange, head_ranks=head_ranks)
 
 
 def random_batch(rng, num_ranks, capacity, most=40):
@@ -102,6 +120,37 @@ def test_no_random_plan_is_faster(seed):
         plan = random_plan(rng, lengths, num_ranks, capacity, cost.pad_multiple, stages, parts, offload)
         check(plan, stages=stages, virtual_stages=parts)
         assert rank_ends(plan, cost, stages, parts).max() >= bound
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_random_plan_is_faster_with_any_exchange(seed):
+    rng = np.random.default_rng(seed + 1000)
+    stages, parts = [(1, 1), (1, 1), (2, 1), (4, 1), (2, 2)][seed % 5]
+    num_ranks, capacity = int(rng.integers(2, 17)), int(rng.choice([16, 512, 4096]))
+    cost = with_heads(rng, random_cost(rng, window=None if seed % 3 else int(rng.integers(1, 3 * capacity))))
+    lengths = random_batch(rng, num_ranks, capacity)
+    offload = rng.choice([0.0, 0.3, 0.77, 1.0], lengths.size) if seed % 4 == 1 else None
+    options = {"stages": stages, "virtual_stages": parts, "offload": offload}
+    inside, anywhere = (lower_bound(lengths, num_ranks, capacity, cost, **options, free=free).picoseconds
+                        for free in ("inside", "all"))  # fmt: skip
+    rings = lower_bound(lengths, num_ranks, capacity, cost, **options, free="none").picoseconds
+    assert 0 <= anywhere <= inside <= rings
+    assert inside == lower_bound(lengths, num_ranks, capacity, cost, **options).picoseconds
+    for draw in range(30):
+        plan = random_plan(rng, lengths, num_ranks, capacity, cost.pad_multiple, stages, parts, offload)
+        plan = with_exchanges(rng, plan, cost, inside=bool(draw % 2))
+        check(plan, stages=stages, virtual_stages=parts)
+        assert rank_ends(plan, cost, stages, parts).max() >= (inside if draw % 2 else anywhere)
+        assert bound_of(plan, cost, stages=stages, virtual_stages=parts).picoseconds >= anywhere
+
+
+def test_without_heads_the_bound_is_that_of_rings():
+    cost, lengths = CostModel(replace(H100, gpus_per_node=8), 4), np.array([3000] * 5 + [200])
+    knowing = replace(cost, heads=8, kv_heads=2)
+    plain = lower_bound(lengths, 8, 512, cost)
+    assert plain == lower_bound(lengths, 8, 512, knowing, free="none")
+    assert plain.picoseconds > lower_bound(lengths, 8, 512, knowing).picoseconds
+    assert lower_bound(lengths, 8, 512, knowing, free="all") == lower_bound(lengths, 8, 512, knowing)  # one node
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
@@ -189,6 +238,7 @@ def test_cpp_equals_python(seed):
     lengths = random_batch(rng, num_ranks, capacity, most=300)
     shares = rng.choice([0, 1, 300_000, 1 << 20], lengths.size) if seed % 5 == 1 else NONE
     numbers = (num_ranks, capacity, stages, parts)
+    cost = [cost, cost.with_free_links("inside"), cost.with_free_links("all")][seed % 7 % 3]
     got = _core.lower_bound(core_arguments(cost), lengths, shares, *numbers)
     bound = lower_bound_python(lengths, shares, cost, *numbers)
     assert got.tolist() == [bound.picoseconds, bound.work, bound.longest, bound.pipeline, bound.crowded, bound.window]

@@ -11,7 +11,7 @@ from plan_twins import assert_invariants, deadlocks
 
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner import check, plan
-from megatron_hdp.planner.check import check_python, held_tokens
+from megatron_hdp.planner.check import check_python, held_tokens, peers
 from megatron_hdp.types import Plan, Ring
 
 
@@ -45,6 +45,7 @@ def test_good_plan_passes():
     check(good(), expert_group=3)
     check(good(), stages=2)
     check(good(), stages=2, virtual_stages=2)
+    check(good(exchange=[1, 2, 0, 0], head_ranks=[1, 2, 1, 1]))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,21 @@ def test_good_plan_passes():
         ({"offload": [0, 1.5, 0, 0]}, ["offload", "sequence 1", "1.5"]),
         ({"offload": [0, 0, -0.1, 0]}, ["offload", "sequence 2", "-0.1"]),
         ({"offload": [float("nan"), 0, 0, 0]}, ["offload", "sequence 0", "nan"]),
+        ({"exchange": [0, 0, 0]}, ["columns", "exchange", "[3]", "4 sequences"]),
+        ({"head_ranks": [1] * 5}, ["columns", "head_ranks", "[5]", "4 sequences"]),
+        ({"exchange": [0, 3, 0, 0]}, ["exchange", "sequence 1", "exchange 3", "0 (ring), 1 (gather), 2 (heads)"]),
+        ({"exchange": [-1, 0, 0, 0]}, ["exchange", "sequence 0", "exchange -1"]),
+        ({"exchange": [0, 0, 1, 0]}, ["exchange", "sequence 2 is local", "gather", "head_ranks 1", "ring with 1"]),
+        ({"head_ranks": [1, 1, 1, 2]}, ["exchange", "sequence 3 is local", "head_ranks 2"]),
+        ({"exchange": [2, 0, 0, 0]}, ["exchange", "sequence 0", "heads with head_ranks 1", "at least 2"]),
+        ({"exchange": [2, 0, 0, 0], "head_ranks": [-2, 1, 1, 1]}, ["exchange", "sequence 0", "head_ranks -2"]),
+        ({"exchange": [1, 0, 0, 0], "head_ranks": [2, 1, 1, 1]}, ["exchange", "sequence 0", "gather", "must have 1"]),
+        ({"head_ranks": [1, 2, 1, 1]}, ["exchange", "sequence 1", "ring with head_ranks 2", "must have 1"]),
+        ({"head_ranks": [1, 0, 1, 1]}, ["exchange", "sequence 1", "ring with head_ranks 0", "must have 1"]),
+        (
+            {"exchange": [2, 0, 0, 0], "head_ranks": [4, 1, 1, 1]},
+            ["exchange", "sequence 0 has head_ranks 4", "does not divide its ring of 2 ranks"],
+        ),
         ({"ring_start": [0, 1, 1, 0]}, ["pieces", "rank 2", "sequence 2", "ranks 1 to 1"]),
         ({"ring_size": [3, 2, 1, 1]}, ["pieces", "rank 2 has 0 pieces of sequence 0"]),
         (
@@ -179,8 +195,47 @@ def test_more_than_four_peers_are_refused(monkeypatch):
     monkeypatch.setattr(Ring, "ranks", property(lambda self: tuple(range(self.start, self.start + self.size))))
     rings = [(0, size) for size in range(2, 9)]
     ranks = [[[s for s, (_, size) in enumerate(rings) if rank < size]] for rank in range(8)]
-    with pytest.raises(PlanError, match=r"peers: rank 0 exchanges data with 7 ranks, at most 4"):
+    with pytest.raises(PlanError, match=r"peers: rank 0 exchanges data along rings with 7 ranks, at most 4"):
         check_python(make(8, rings, ranks))
+    check_python(make(8, rings, ranks, exchange=[1] * len(rings)))
+
+
+def dull_peers(case: Plan) -> list[int]:
+    """Whom every piece talks to, by what its exchange means; walks are those of `Ring`."""
+    met: list[set[int]] = [set() for _ in range(case.num_ranks)]
+    for micro_batches in case:
+        for piece in (piece for micro_batch in micro_batches for piece in micro_batch.pieces):
+            ranks, at = piece.ring.ranks, piece.position
+            if piece.exchange == "gather":
+                others = set(ranks)
+            else:
+                a = piece.head_ranks
+                first = at // a * a
+                others = {*ranks[first : first + a], ranks[at - a], ranks[(at + a) % len(ranks)]}
+            met[ranks[at]] |= others - {ranks[at]}
+    return [len(others) for others in met]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_peers_are_those_of_the_exchanges(data):
+    num_ranks = data.draw(st.integers(1, 13))
+    rings, exchange, head_ranks = [], [], []
+    for _ in range(data.draw(st.integers(1, 6))):
+        size = data.draw(st.integers(1, num_ranks))
+        rings.append((data.draw(st.integers(0, num_ranks - size)), size))
+        divisors = [a for a in range(2, size + 1) if size % a == 0]
+        exchange.append(data.draw(st.sampled_from([0, 1, 2])) if divisors else 0)
+        head_ranks.append(data.draw(st.sampled_from(divisors)) if exchange[-1] == 2 else 1)
+    ranks = [
+        [[s] for s, (start, size) in enumerate(rings) if start <= rank < start + size] or [[]]
+        for rank in range(num_ranks)
+    ]
+    case = make(num_ranks, rings, ranks, exchange=exchange, head_ranks=head_ranks)
+    check(case)
+    assert peers(case).tolist() == dull_peers(case)
+    rings_only = dataclasses.replace(case, exchange=np.zeros(len(rings), int), head_ranks=np.ones(len(rings), int))
+    assert peers(rings_only).max() <= 4
 
 
 def test_unequal_counts_are_refused_where_the_model_needs_equal_ones():
@@ -271,7 +326,7 @@ def accepted(case: Plan, **options) -> bool:
     return True
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1500, deadline=None)
 @given(any_order())
 def test_check_says_deadlock_exactly_when_the_ranks_do(case):
     assert accepted(case) == (not deadlocks(case))
@@ -295,7 +350,7 @@ def near_pipeline(draw: st.DrawFn) -> tuple[Plan, int, int]:
     return dataclasses.replace(case, microbatch_offsets=sizes, piece_sequence=sequences), stages, parts
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(near_pipeline())
 def test_check_never_accepts_a_deadlock_of_a_pipeline(drawn):
     case, stages, parts = drawn
@@ -313,7 +368,7 @@ def test_pipeline_twin_sees_a_deadlock_that_free_order_does_not():
     assert deadlocks(make(2, [(0, 2), (0, 2)], [[[0], [], [], [1]], [[], [0], [1], []]]), 3)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_one_changed_number_is_refused_or_harmless(data):
     """Change one number of one column of a planned batch: either check refuses, or the plan is still sound."""

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 
 from megatron_hdp.plan_json import expand, to_pieces_json
 from megatron_hdp.planner import check, plan
-from megatron_hdp.types import Plan
+from megatron_hdp.types import EXCHANGES, Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 COLUMNS, PIECES = (json.loads((DOCS / f"{name}.schema.json").read_text()) for name in ("plan", "plan-pieces"))
@@ -28,12 +28,13 @@ def errors(schema, data):
 def collapse(data):
     """The plan of written-out pieces, which say everything."""
     num = len(data["lengths"])
-    columns = {name: [None] * num for name in ("ring_start", "ring_size", "offload")}
+    columns = {name: [None] * num for name in ("ring_start", "ring_size", "offload", "exchange", "head_ranks")}
     rank_offsets, microbatch_offsets, sequences = [0], [0], []
     for micro_batches in data["ranks"]:
         for pieces in micro_batches:
             for piece in pieces:
-                values = (min(piece["ring"]), len(piece["ring"]), piece["offload"])
+                ring, exchange = piece["ring"], EXCHANGES.index(piece["exchange"])
+                values = (min(ring), len(ring), piece["offload"], exchange, piece["head_ranks"])
                 for column, value in zip(columns.values(), values, strict=True):
                     assert column[piece["sequence"]] in (None, value)
                     column[piece["sequence"]] = value
@@ -50,7 +51,15 @@ def plans(draw):
     num_ranks, pad = draw(st.integers(1, 9)), draw(st.sampled_from([2, 4]))
     lengths = draw(st.lists(st.integers(1, num_ranks * 16), min_size=1, max_size=15))
     options = draw(st.sampled_from([{}, {"algorithm": "static"}, {"balance": "pp", "stages": 3, "virtual_stages": 2}]))
-    return plan(lengths, num_ranks, 16, pad_multiple=pad, **options)
+    made = plan(lengths, num_ranks, 16, pad_multiple=pad, **options)
+    exchange, head_ranks = 0 * made.ring_size, 0 * made.ring_size + 1
+    for s, size in enumerate(made.ring_size.tolist()):
+        if size > 1:
+            exchange[s] = draw(st.integers(0, 2))
+            head_ranks[s] = size if exchange[s] == 2 else 1
+    made = dataclasses.replace(made, exchange=exchange, head_ranks=head_ranks)
+    check(made)
+    return made
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,8 +113,9 @@ def test_the_page_names_every_field():
 def test_the_documented_digest_is_the_digest():
     made = plan([30, 3, 4, 17], 3, 16)
     data = json.loads(made.to_json())
-    sha = hashlib.sha256(f"1 {data['num_ranks']} {data['capacity']} {data['pad_multiple']}".encode())
-    names = ("lengths", "ring_start", "ring_size", "offload", "rank_offsets", "microbatch_offsets", "piece_sequence")
+    sha = hashlib.sha256(f"2 {data['num_ranks']} {data['capacity']} {data['pad_multiple']}".encode())
+    names = ["lengths", "ring_start", "ring_size", "offload", "rank_offsets", "microbatch_offsets", "piece_sequence"]
+    names += ["exchange", "head_ranks"]
     for name in names:
         kind = "<f8" if name == "offload" else "<i8"
         sha.update(f" {name} {len(data[name])} ".encode() + np.array(data[name], dtype=kind).tobytes())
@@ -116,14 +126,18 @@ def test_the_documented_digest_is_the_digest():
     ("schema", "change"),
     [
         (PIECES, lambda data: data.pop("lengths")),
-        (PIECES, lambda data: data.update(pieces_schema=2)),
+        (PIECES, lambda data: data.update(pieces_schema=1)),
         (PIECES, lambda data: data.update(more=1)),
         (PIECES, lambda data: data["ranks"][0].clear()),
         (PIECES, lambda data: data["ranks"][0][0][0].pop("position")),
         (PIECES, lambda data: data["ranks"][0][0][0].update(ring=[])),
         (PIECES, lambda data: data["ranks"][0][0][0].update(tokens=0)),
         (PIECES, lambda data: data["ranks"][0][0][0].update(offload=1.5)),
+        (PIECES, lambda data: data["ranks"][0][0][0].update(exchange="walk")),
+        (PIECES, lambda data: data["ranks"][0][0][0].update(head_ranks=0)),
         (COLUMNS, lambda data: data.pop("offload")),
+        (COLUMNS, lambda data: data.pop("head_ranks")),
+        (COLUMNS, lambda data: data["exchange"].__setitem__(0, 3)),
         (COLUMNS, lambda data: data.update(schema=0)),
         (COLUMNS, lambda data: data["rank_offsets"].__setitem__(0, 1)),
         (COLUMNS, lambda data: data["ring_size"].__setitem__(0, 0)),

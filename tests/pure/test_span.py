@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from column_executor import execute
+from column_executor import execute, random_plan
 from plan_twins import deadlocks
 
 from megatron_hdp.cost import CostModel, load_profile
@@ -18,40 +18,7 @@ from megatron_hdp.planner.span import ends_of_columns, ends_of_columns_python, m
 from megatron_hdp.types import Plan
 
 NONE, ONES = np.zeros(0, dtype=np.int64), np.ones(40_000, dtype=np.int64)
-SCHEDULES = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)]  # stages, virtual stages
-
-
-def random_plan(rng: np.random.Generator, stages: int, parts: int, shuffle: float) -> Plan:
-    """A small plan: rings in the same slot of all their ranks, counts unequal; then some slots swapped."""
-    num_ranks = int(rng.integers(2, 5))
-    unit = stages if parts > 1 else 1
-    counts = unit * rng.integers(1, 4 if unit > 1 else 6, num_ranks)
-    ranks: list[list[list[int]]] = [[[] for _ in range(n)] for n in counts]
-    rings = []
-    for _ in range(int(rng.integers(1, 6))):
-        size = int(rng.integers(1, num_ranks + 1))
-        start = int(rng.integers(0, num_ranks - size + 1))
-        slot = int(rng.integers(0, counts[start : start + size].min()))
-        for rank in range(start, start + size):
-            ranks[rank][slot].append(len(rings))
-        rings.append((start, size))
-    for mbs in ranks:
-        if rng.random() < shuffle:
-            a, b = rng.integers(0, len(mbs), 2)
-            mbs[a], mbs[b] = mbs[b], mbs[a]
-    flat = [mb for mbs in ranks for mb in mbs]
-    return Plan(
-        num_ranks=num_ranks,
-        capacity=1000,
-        pad_multiple=2,
-        lengths=np.array([int(rng.integers(1, 10)) * size for _, size in rings]),
-        ring_start=np.array([start for start, _ in rings]),
-        ring_size=np.array([size for _, size in rings]),
-        offload=np.zeros(len(rings)),
-        rank_offsets=np.cumsum([0, *map(len, ranks)]),
-        microbatch_offsets=np.cumsum([0, *map(len, flat)]),
-        piece_sequence=np.array([s for mb in flat for s in mb], dtype=np.int64),
-    )
+SCHEDULES = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]  # stages, virtual stages
 
 
 def refusal(work) -> str:

@@ -88,22 +88,22 @@ def test_digest_sees_every_field(example, field):
     assert dataclasses.replace(example, **{field: changed}) != example
 
 
-@pytest.mark.parametrize("text", ['{"schema": 0}', "[]", '{"schema": 1}', '{"schema": 1, "color": 3}'])
+@pytest.mark.parametrize("text", ['{"schema": 0}', "[]", '{"schema": 2}', '{"schema": 2, "color": 3}'])
 def test_foreign_json_is_refused(text):
-    with pytest.raises(PlanError, match="schema 1"):
+    with pytest.raises(PlanError, match="schema 2"):
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("text", ["{}", "1", "null", '{"schema": 2}'])
+@pytest.mark.parametrize("text", ["{}", "1", "null", '{"schema": 1}'])
 def test_json_without_the_schema_is_refused(text):
-    with pytest.raises(PlanError, match="not a plan of schema 1"):
+    with pytest.raises(PlanError, match="not a plan of schema 2"):
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("schema", ["true", "1.0", '"1"', "null", "[1]", "2"])
-def test_schema_must_be_the_integer_one(example, schema):
-    text = example.to_json().replace('"schema":1', f'"schema":{schema}')
-    with pytest.raises(PlanError, match="not a plan of schema 1"):
+@pytest.mark.parametrize("schema", ["true", "2.0", '"2"', "null", "[2]", "1"])
+def test_schema_must_be_the_integer_two(example, schema):
+    text = example.to_json().replace('"schema":2', f'"schema":{schema}')
+    with pytest.raises(PlanError, match="not a plan of schema 2"):
         Plan.from_json(text)
 
 
@@ -142,7 +142,8 @@ def test_scalar_that_is_no_integer_is_named(example, name, value):
         Plan.from_json(text)
 
 
-COLUMNS = ["lengths", "ring_start", "ring_size", "rank_offsets", "microbatch_offsets", "piece_sequence"]
+COLUMNS = ["lengths", "ring_start", "ring_size", "rank_offsets", "microbatch_offsets", "piece_sequence", "exchange"]
+COLUMNS += ["head_ranks"]
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -23,8 +23,9 @@ from typing import Literal
 import numpy as np
 
 from megatron_hdp.cost import CostModel
+from megatron_hdp.planner.offload import Limits, smallest_rings
 from megatron_hdp.planner.packing import best_fit
-from megatron_hdp.planner.units import Units, smallest_rings, soonest, unit_picoseconds, units_plan
+from megatron_hdp.planner.units import Units, soonest, unit_picoseconds, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 Strategy = Literal["dp", "pp"]
@@ -91,7 +92,7 @@ def plan_bytescale(
     """
     delta_percent = TUNED[strategy][0] if delta_percent is None else delta_percent
     levels = TUNED[strategy][1] if levels is None else levels
-    size, fraction = smallest_rings(lengths, num_ranks, capacity, pad_multiple, cost, offload=offload)
+    size, fraction = smallest_rings(lengths, num_ranks, capacity, cost, Limits() if offload else None)
     of, sizes, level_of = _units(lengths, size, capacity, pad_multiple, cost, levels)
     work = unit_picoseconds(cost, lengths, of, sizes)
     heavy_first = np.argsort(-work, kind="stable")

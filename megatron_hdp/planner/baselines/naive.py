@@ -3,8 +3,9 @@
 import numpy as np
 
 from megatron_hdp.cost import CostModel
+from megatron_hdp.planner.offload import Limits, smallest_rings
 from megatron_hdp.planner.packing import best_fit
-from megatron_hdp.planner.units import Units, smallest_rings, units_plan
+from megatron_hdp.planner.units import Units, units_plan
 from megatron_hdp.types import IntArray, Plan, chunk_tokens
 
 
@@ -38,7 +39,7 @@ def plan_naive(
     Raises:
         PlanError: a sequence does not fit in the pool.
     """
-    size, fraction = smallest_rings(lengths, num_ranks, capacity, pad_multiple, cost, offload=offload)
+    size, fraction = smallest_rings(lengths, num_ranks, capacity, cost, Limits() if offload else None)
     long = np.flatnonzero(lengths > capacity)
     short = np.flatnonzero(lengths <= capacity)
     pack = best_fit(2 * chunk_tokens(lengths[short], np.int64(1), pad_multiple), capacity)

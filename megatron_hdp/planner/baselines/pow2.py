@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hdp.cost import CostModel
 from megatron_hdp.planner.columns import Layout
-from megatron_hdp.planner.units import smallest_rings
+from megatron_hdp.planner.offload import smallest_rings
 from megatron_hdp.planner.waves import best_waves, powers_of_two
 from megatron_hdp.types import IntArray, Plan
 
@@ -45,7 +45,7 @@ def plan_pow2(
     Raises:
         PlanError: a sequence does not fit in the pool.
     """
-    smallest_rings(lengths, num_ranks, capacity, pad_multiple, cost, offload=False)  # refuses what the pool cannot hold
+    smallest_rings(lengths, num_ranks, capacity, cost)  # refuses what the pool cannot hold
     if cost.pad_multiple != pad_multiple:
         cost = dataclasses.replace(cost, pad_multiple=pad_multiple)
     layout = Layout(count_multiple, 2) if count_multiple > 1 else Layout()
