@@ -4,6 +4,7 @@ Precedence: a flag on the command line, then the YAML file, then the default. Th
 """
 
 import dataclasses
+import reprlib
 import types
 import typing
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_hdp.errors import ConfigError
+
+MOST_GIB = 1 << 20
+"""No amount of host memory of one process is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +40,31 @@ class HdpConfig:
     profile: str = "bytescale"
     """What pieces cost: a profile that ships with the package (bytescale, h100) or the path of a profile's JSON. It
     decides who runs what, never what is computed."""
+    force_profile: bool = False
+    """Use a measured profile even where this machine or this model is another than the one it was measured for."""
     kernel: str = "auto"
     """Attention kernel for one block; `megatron-hdp doctor` lists them. auto: the fastest that can run."""
+    exchange: Literal["auto", "ring", "gather", "heads"] = "auto"
+    """How the ranks of a ring share a sequence's attention. ring: keys and values walk round it. gather: each rank gets
+    all keys and values that it needs at once. heads: ranks swap rows for heads, as far as heads and ring divide; such
+    groups form a ring. auto: for each sequence what the profile says is fastest."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time, where a micro-batch has more: output layer and loss then run in chunks, and
+    again in the backward pass. 0: never. Default: as many as fit into 256 MiB of fp32 logits per process. Larger chunks
+    are faster: each one reads and writes a gradient of the whole output weight."""
+    offload: bool = False
+    """Let a part of the activations of long sequences leave for host memory between forward and backward, where the
+    copies hide behind compute and the step gets shorter by smaller rings. Needs 3 layers or more in a model part."""
+    offload_gib: float | None = None
+    """Host memory of each process for --hdp-offload, in GiB, taken at the start. Default: its part of what the profile
+    says that a node has for it."""
     lookahead: int = 1
     """Steps that are planned and read from disk ahead of time, in a thread."""
     log: str | None = None
     """File for one JSON line per step: loss, gradient norm, seconds, ring sizes, imbalance, padding, bytes sent."""
+    timeline: str | None = None
+    """Folder where each process notes when every micro-batch ran and for how long it computed, and the first one every
+    plan; `megatron-hdp report` shows it beside what the simulator says. A run that is resumed goes on in it."""
 
 
 _ADAPTER: TypeAdapter[dict[str, Any]] = TypeAdapter(
@@ -84,7 +107,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"--hdp-config {path}: cannot be read ({error.strerror})") from error
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise ConfigError(f"--hdp-config {path}: not valid YAML: {error}") from error
     data = {} if data is None else data
     if not isinstance(data, dict):
@@ -114,6 +137,15 @@ def resolve(explicit: dict[str, Any], yaml_path: str | Path | None = None) -> Hd
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{flag(name)} is {value}: it must be a positive number of tokens")
+    if config.loss_chunk is not None and config.loss_chunk < 0:
+        raise ConfigError(f"--hdp-loss-chunk is {config.loss_chunk}: it must be a number of tokens, or 0 for no chunks")
+    if config.offload_gib is not None and not (0 < config.offload_gib <= MOST_GIB):
+        shown = reprlib.repr(config.offload_gib)  # YAML can hold whole numbers of any length
+        raise ConfigError(
+            f"--hdp-offload-gib is {shown}: it must be a positive number of GiB, and at most {MOST_GIB:,}"
+        )
+    if config.offload_gib is not None and not config.offload:
+        raise ConfigError(f"--hdp-offload-gib {config.offload_gib} without --hdp-offload: nothing would use it")
     if config.lookahead < 0:
         raise ConfigError(f"--hdp-lookahead is {config.lookahead}: it must be 0 or more steps")
     return config

@@ -17,7 +17,7 @@ from megatron_hdp.errors import SeamError
 if TYPE_CHECKING:
     from megatron_hdp.seams.table import Table
 
-_OPTIONAL_PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "apex")
+_OPTIONAL_PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4", "apex")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ _MAX_REASON = 300
 
 @dataclass(frozen=True)
 class News:
-    """Who stopped first. `reason` is "" for a process that vanished without a word; `step` is None when unknown."""
+    """Who stopped first. `reason` is "" for a process that vanished without a word; `step` is None when unknown, and
+    negative before the first one."""
 
     rank: int
     host: str
@@ -60,7 +61,9 @@ class News:
 
     def sentence(self, reader: int) -> str:
         """The line that rank `reader` prints before it ends."""
-        during = "" if self.step is None else f" during step {self.step}"
+        during = ""
+        if self.step is not None:
+            during = f" during step {self.step}" if self.step >= 0 else " before the first step"
         if reader == self.rank:
             return (
                 f"megatron_hdp: the other ranks lost the connection to rank {reader}{during}; rank {reader} ends now\n"
@@ -87,7 +90,7 @@ def watch(
         rank: rank of this process, 0 <= rank < world_size.
         world_size: number of processes. With 1 there is nothing to watch and `exchange` is not called.
         exchange: gathers one string from every process and returns them in the order of ranks (all_gather_object).
-        step: current training step, for the message; called in the watching thread.
+        step: current training step, for the message, negative before the first; called in the watching thread.
         goodbye_codes: exit codes with which all processes leave together, on purpose.
 
     Raises:

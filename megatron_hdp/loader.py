@@ -5,11 +5,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_hdp.data.batches import MicroBatchArrays, piece_arrays
 from megatron_hdp.data.corpus import Batch, Corpus
-from megatron_hdp.errors import DataError
+from megatron_hdp.errors import DataError, PlanError
 from megatron_hdp.metrics import StepRecord
 from megatron_hdp.pool import Service
 from megatron_hdp.types import IntArray, MicroBatch, Plan
@@ -28,6 +29,10 @@ class MicroBatchTensors:
     """1 where the label counts, float32 [1, T]."""
     positions_1T: torch.Tensor
     """Position of every token in its sequence, int64 [1, T]."""
+    most_tokens: int
+    """T of the longest micro-batch that the ranks sharing experts with this one run together with it."""
+    sequences: int
+    """Sequences of the global batch."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,27 @@ class LoaderOptions:
     eod: int | None
     """End-of-document token whose own position is masked, or None."""
     lookahead: int
+    expert_group: int = 1
+    """Consecutive pool ranks that share experts, and run equally many micro-batches."""
+
+
+def most_tokens(plan: Plan, rank: int, expert_group: int) -> IntArray:
+    """For every micro-batch of ``rank``, the rows of the longest of its slot in the expert group of ``rank``; [slots].
+
+    An empty micro-batch has as many rows as a piece at least has. Raises PlanError if counts differ in the group.
+    """
+    first = rank // expert_group * expert_group
+    counts = plan.microbatch_counts[first : first + expert_group]
+    if len(set(counts.tolist())) != 1:
+        raise PlanError(
+            f"ranks {first} to {first + expert_group - 1} share experts and have {counts.tolist()} micro-batches: "
+            "plan with expert_group"
+        )
+    begin, end = plan.rank_offsets[first], plan.rank_offsets[first + expert_group]
+    tokens = np.concatenate(([0], np.cumsum(2 * plan.chunk_tokens[plan.piece_sequence])))
+    rows = np.diff(tokens[plan.microbatch_offsets[begin : end + 1]])
+    most: IntArray = np.where(rows == 0, plan.pad_multiple, rows).reshape(expert_group, -1).max(axis=0)
+    return most
 
 
 class StepLoader:
@@ -95,14 +121,19 @@ class StepLoader:
         self._agree(plan.digest(), step)
         agreed = time.perf_counter()
         micro_batches = tuple(
-            self._read(batch, plan, micro_batch) for micro_batch in plan.micro_batches(self._options.rank)
+            self._read(batch, plan, micro_batch, int(most))
+            for micro_batch, most in zip(
+                plan.micro_batches(self._options.rank),
+                most_tokens(plan, self._options.rank, self._options.expert_group),
+                strict=True,
+            )
         )
         seconds = (planned - start, time.perf_counter() - agreed)
         # here and not in the step: at hundreds of ranks a summary takes milliseconds
         record = None if self._describe is None else self._describe(step, plan, seconds)
         return StepBundle(step, plan, micro_batches, record)
 
-    def _read(self, batch: Batch, plan: Plan, micro_batch: MicroBatch) -> MicroBatchTensors:
+    def _read(self, batch: Batch, plan: Plan, micro_batch: MicroBatch, most: int) -> MicroBatchTensors:
         options = self._options
         arrays = piece_arrays(self.corpus, batch, micro_batch, eod=options.eod, pad_multiple=plan.pad_multiple)
         self._check_vocabulary(arrays)
@@ -112,6 +143,8 @@ class StepLoader:
             torch.from_numpy(arrays.labels)[None],
             torch.from_numpy(arrays.loss_mask)[None],
             torch.from_numpy(arrays.positions)[None],
+            most,
+            plan.num_sequences,
         )
 
     def _check_vocabulary(self, arrays: MicroBatchArrays) -> None:

@@ -1,37 +1,71 @@
 """What a step did: scalars for Megatron's log line and TensorBoard, one JSON line per step for --hdp-log."""
 
 import json
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_hdp.attention.traffic import ring_bytes
+from megatron_hdp.attention.traffic import exchange_bytes
 from megatron_hdp.cost import CostModel
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.planner.summary import PlanSummary, summarize
 from megatron_hdp.types import IntArray, Plan
 
+if TYPE_CHECKING:  # needs torch
+    from megatron_hdp.offload.context import OffloadMetrics
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingTraffic:
-    """The shape of what rings send, per attention layer of the whole model."""
+    """The shape of what the ranks of a ring send each other, for all attention layers of the whole model.
 
-    layers: int
+    Raises ConfigError if ``layer_windows`` and ``recomputed`` do not have one entry per layer each.
+    """
+
+    layer_windows: tuple[int | None, ...]
+    """Tokens that a query of each layer sees, itself included; None for all before it."""
+    recomputed: tuple[bool, ...]
+    """Layers whose attention runs forward a second time, in the backward pass."""
+    heads: int
+    """Query heads of one process (already divided by tensor parallelism)."""
     kv_heads: int
-    """K/V heads of one process (already divided by tensor parallelism)."""
+    """K/V heads of one process."""
     head_dim: int
     bytes_per_element: int
-    recomputed_layers: int
-    """Layers whose attention runs forward a second time, in the backward pass."""
+    router_counts: int = 0
+    """Choices of experts that are counted per sequence, for balance losses: experts x layers that have them."""
+
+    def __post_init__(self) -> None:
+        if len(self.layer_windows) != len(self.recomputed):
+            raise ConfigError(
+                f"traffic of attention: {len(self.layer_windows)} windows for {len(self.recomputed)} layers; "
+                "give one window and one recomputed flag per layer"
+            )
 
     def bytes_by_rank(self, plan: Plan) -> IntArray:
-        """Bytes that each rank's processes send over rings in a step of ``plan``, shape [num_ranks]."""
-        shape = (self.kv_heads, self.head_dim, self.bytes_per_element)
-        forward = ring_bytes(plan, *shape, backward=False)
-        both = ring_bytes(plan, *shape, backward=True)
-        return np.asarray(both * self.layers + forward * self.recomputed_layers)
+        """Bytes that each rank's processes send each other for sequences on rings in a step of ``plan``, [num_ranks].
+
+        That is attention, and counts of choices (int64), which walk once round each ring.
+        """
+        shape = (self.heads, self.kv_heads, self.head_dim, self.bytes_per_element)
+        sent = np.zeros(plan.num_ranks, dtype=np.int64)
+        layers = Counter(self.layer_windows)
+        twice = Counter(window for window, again in zip(self.layer_windows, self.recomputed) if again)
+        for window, count in layers.items():
+            sent += count * exchange_bytes(plan, *shape, window=window)
+            if twice[window]:
+                sent += twice[window] * exchange_bytes(plan, *shape, window=window, backward=False)
+        if self.router_counts:
+            size = plan.ring_size[plan.piece_sequence]
+            rank = np.repeat(
+                np.repeat(np.arange(plan.num_ranks), plan.microbatch_counts), np.diff(plan.microbatch_offsets)
+            )
+            np.add.at(sent, rank, 8 * self.router_counts * (size - 1))
+        return sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +75,7 @@ class StepRecord:
     step: int
     summary: PlanSummary
     bytes_sent: int
-    """Bytes that all ranks send over rings in the step."""
+    """Bytes that all ranks send each other over rings in the step."""
     own_bytes_sent: int
     """Bytes that this rank sends over rings in the step."""
     plan_seconds: float
@@ -51,6 +85,10 @@ class StepRecord:
         """The hdp/* values of the log line and of TensorBoard."""
         summary = self.summary
         rings = summary.ring_sizes
+        used = {name for name, count in summary.exchanges.items() if count}
+        by_exchange = {
+            f"hdp/{name}-sequences": float(count) for name, count in summary.exchanges.items() if used - {"ring"}
+        }
         return {
             "hdp/tokens": float(summary.tokens),
             "hdp/sequences": float(summary.sequences),
@@ -62,6 +100,7 @@ class StepRecord:
             "hdp/padding": summary.padding_fraction,
             "hdp/sent-MiB": self.bytes_sent / 2**20,
             "hdp/plan-ms": 1e3 * self.plan_seconds,
+            **by_exchange,
         }
 
 
@@ -92,6 +131,26 @@ def record_step(
     )
 
 
+def offload_scalars(moved: "OffloadMetrics") -> dict[str, float]:
+    """The hdp/* values of what activation offloading did in a step on this process."""
+    return {
+        "hdp/offload-out-MiB": moved.bytes_out / 2**20,
+        "hdp/offload-in-MiB": moved.bytes_in / 2**20,
+        "hdp/offload-wait-ms": 1e3 * moved.wait_seconds,
+        "hdp/arena-MiB": moved.arena_high_water / 2**20,
+    }
+
+
+def offload_fields(moved: "OffloadMetrics") -> dict[str, Any]:
+    """The same for a line of --hdp-log; on this process, as the other fields that begin with "own"."""
+    return {
+        "own_offload_bytes_out": moved.bytes_out,
+        "own_offload_bytes_in": moved.bytes_in,
+        "own_offload_wait_seconds": moved.wait_seconds,
+        "own_arena_bytes_most": moved.arena_high_water,
+    }
+
+
 class StepLog:
     """Appends one JSON object per step to a file; every line is complete when it is written."""
 
@@ -105,7 +164,10 @@ class StepLog:
             raise ConfigError(f"--hdp-log {path}: cannot be written ({error.strerror})") from error
 
     def write(self, record: StepRecord, measured: dict[str, Any]) -> None:
-        """``measured`` holds what only the run knows: iteration, loss, gradient norm, seconds."""
+        """``measured`` holds what only the run knows: iteration, loss, gradient norm, seconds.
+
+        A number that JSON does not have is written as null, as is the loss of a step without tokens that count.
+        """
         summary = record.summary
         line = {
             **measured,
@@ -114,6 +176,7 @@ class StepLog:
             "tokens": summary.tokens,
             "padding_tokens": summary.padding_tokens,
             "ring_sizes": {str(size): count for size, count in sorted(summary.ring_sizes.items())},
+            "exchanges": summary.exchanges,
             "micro_batches_min": summary.microbatches_min,
             "micro_batches_max": summary.microbatches_max,
             "imbalance": summary.imbalance,
@@ -127,4 +190,8 @@ class StepLog:
             "read_seconds": record.read_seconds,
         }
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, sort_keys=True) + "\n")
+            file.write(json.dumps(dict(zip(line, map(_json_number, line.values()))), sort_keys=True) + "\n")
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,6 +18,8 @@ def apply() -> None:
     _replace("barrier", _barrier)
     _replace("all_to_all_single", _all_to_all_single)
     _replace("all_reduce", _all_reduce)
+    _replace("all_gather", _all_gather)
+    _replace("reduce_scatter", _reduce_scatter_list)
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # old and new name
         if hasattr(distributed_c10d, name):
             _replace(name, _reduce_scatter)
@@ -110,6 +112,45 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
             input = input / dist.get_world_size(group)
             op = dist.ReduceOp.SUM
         return original(output, input, op, group, async_op)
+
+    return reduce_scatter
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo gathers equal shapes only, NCCL others as well: rows are filled up to the most, and cut off again."""
+
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        rows = [each.shape[0] if each.dim() else 1 for each in tensor_list]
+        if len(set(rows)) <= 1:
+            return original(tensor_list, tensor, group, async_op)
+        if async_op:
+            raise NotImplementedError("all_gather of unequal shapes on CPU ranks cannot return before it is done")
+        filled = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        filled[: tensor.shape[0]] = tensor
+        gathered = [torch.empty_like(filled) for _ in rows]
+        original(gathered, filled, group, False)
+        for output, each, count in zip(tensor_list, gathered, rows):
+            output.copy_(each[:count])
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for `reduce_scatter` of a list of tensors: their sum everywhere, of which each rank keeps its own."""
+
+    def reduce_scatter(
+        output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({each.shape for each in input_list}) <= 1:
+            return original(output, input_list, op, group, async_op)
+        if async_op:
+            raise NotImplementedError("reduce_scatter of unequal shapes on CPU ranks cannot return before it is done")
+        total = torch.cat(list(input_list))
+        dist.all_reduce(total, op, group)
+        rows = [each.shape[0] for each in input_list]
+        output.copy_(total.split(rows)[dist.get_rank(group)])
+        return None
 
     return reduce_scatter
 

@@ -13,7 +13,8 @@ from megatron_hdp.data.flags import check_blend, split_shares
 from megatron_hdp.errors import ConfigError, DataError
 from megatron_hdp.loader import LoaderOptions, StepBundle, StepLoader
 from megatron_hdp.planner import plan
-from megatron_hdp.seams.costs import cost_from_args, stages_from_args
+from megatron_hdp.seams.costs import cost_from_args, pad_multiple_from_args, planned_host_bytes, stages_from_args
+from megatron_hdp.seams.expert_layout import expert_group_from_args
 from megatron_hdp.types import IntArray, Plan
 
 
@@ -89,8 +90,13 @@ def planner_from_args(args: Any, config: HdpConfig, pool_size: int) -> Callable[
         algorithm=config.algorithm,
         balance=args.hdp_balance,
         cost=cost_from_args(args, config),
+        pad_multiple=pad_multiple_from_args(args),
         stages=stages,
         virtual_stages=virtual_stages,
+        expert_group=expert_group_from_args(args),
+        offload=config.offload,
+        host_bytes=planned_host_bytes(config) if config.offload else None,
+        exchange=config.exchange,
     )
 
 
@@ -101,6 +107,7 @@ def loader_options(args: Any, config: HdpConfig, rank: int) -> LoaderOptions:
         vocab_size=_vocab_size(args),
         eod=get_tokenizer().eod if args.eod_mask_loss else None,
         lookahead=config.lookahead,
+        expert_group=expert_group_from_args(args),
     )
 
 

@@ -17,13 +17,13 @@ def add_group(parser: Any) -> Any:
     group.add_argument("--hdp-config", metavar="FILE", default=None, help="YAML file with the options below.")
     for field in dataclasses.fields(HdpConfig):
         kind, choices = option_parser(field.name)
+        value: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "choices": choices}
         group.add_argument(
             flag(field.name),
-            type=kind,
-            choices=choices,
             dest=f"hdp_{field.name}",
             default=argparse.SUPPRESS,
             help=f"{_field_docs()[field.name]} Default: {field.default}.".replace("%", "%%"),
+            **value,
         )
     return parser
 

@@ -7,6 +7,8 @@ load where this package is not installed.
 import dataclasses
 import functools
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +18,30 @@ from megatron_hdp import cpu
 from megatron_hdp.attention.kernels import BlockKernel, chosen_kernel
 from megatron_hdp.batch_rule import BatchRule, first_rule, resumed_rule
 from megatron_hdp.config import HdpConfig, flag, option_names, resolve
-from megatron_hdp.errors import ConfigError
+from megatron_hdp.errors import ConfigError, HdpError
 from megatron_hdp.planner.columns import Layout
 from megatron_hdp.planner.entry import MAX_BATCH_TOKENS
-from megatron_hdp.seams.costs import cost_from_args, stages_from_args
+from megatron_hdp.seams.costs import (
+    arena_bytes,
+    cost_from_args,
+    head_size_from_args,
+    pad_multiple_from_args,
+    stages_from_args,
+)
 from megatron_hdp.seams.data import check_data_flags
+from megatron_hdp.seams.expert_layout import expert_group_from_args
 from megatron_hdp.seams.flag_group import add_group, mend_help
-from megatron_hdp.seams.refuse import refuse_conflicts, refuse_numbers
+from megatron_hdp.seams.output import check_loss_chunk
+from megatron_hdp.seams.refuse import (
+    refuse_attention,
+    refuse_conflicts,
+    refuse_heads,
+    refuse_numbers,
+    refuse_offload,
+)
 from megatron_hdp.seams.resume import saved_run
+from megatron_hdp.seams.timeline_setting import layout_from_args
+from megatron_hdp.timeline_writer import check_folder
 
 
 def wrap_add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,18 +62,54 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (Megatron's signature)
         if not getattr(args, "hdp", False):
+            refuse_without_hdp()
             _drop_options(args)
             return original(args, defaults)
         config = resolve(_explicit_options(args), args.hdp_config)
         refuse_conflicts(args, defaults)
         refuse_numbers(args)
+        refuse_attention(args)
         check_data_flags(args)
+        check_loss_chunk(args, config)
         config = _prepare(args, config)
-        result = original(args, defaults)
+        result = _megatron_checks(original, args, defaults)
         _complete(args, config)
         return result
 
     return validate_args
+
+
+def refuse_without_hdp() -> None:
+    """Raise `ConfigError` where the launcher is to measure, or look at, a run that turns out to be without --hdp."""
+    profile_asked, doctor_asked = _asked()
+    if profile_asked:
+        raise ConfigError("profile measures a run with --hdp: add --hdp and --hdp-tokens-per-rank")
+    if doctor_asked:
+        raise ConfigError("doctor looks at a run with --hdp: add --hdp and --hdp-tokens-per-rank")
+
+
+def _asked() -> tuple[bool, bool]:
+    """Is the launcher to measure the run, is it to look at it?"""
+    from megatron_hdp.seams import doctor, profile  # both need this module
+
+    return profile.asked() is not None, doctor.asked() is not None
+
+
+def _megatron_checks(original: Callable[..., Any], args: Any, defaults: Any) -> Any:
+    """Megatron's own checks: what they refuse is one line, as what we refuse is.
+
+    `doctor` ends with code 2 then: the command line is wrong. Raises `ConfigError` otherwise.
+    """
+    try:
+        return original(args, defaults)
+    except HdpError:
+        raise
+    except (AssertionError, ValueError, ZeroDivisionError) as error:
+        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        if not _asked()[1]:
+            raise ConfigError(f"Megatron refuses these flags: {said}") from error
+        print(f"megatron_hdp: Megatron refuses these flags: {said}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from error
 
 
 def config_from_args(args: Any) -> HdpConfig:
@@ -68,8 +122,12 @@ def kernel_from_args(args: Any) -> BlockKernel:
 
     Raises `ConfigError`, with the kernels that can run, for one that is unknown or cannot.
     """
-    device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", args.local_rank)
-    return chosen_kernel(args.hdp_kernel, device, args.params_dtype, args.kv_channels)
+    return chosen_kernel(args.hdp_kernel, device_from_args(args), args.params_dtype, head_size_from_args(args))
+
+
+def device_from_args(args: Any) -> torch.device:
+    """Where this rank's model computes."""
+    return torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", args.local_rank)
 
 
 def _explicit_options(args: Any) -> dict[str, Any]:
@@ -135,17 +193,26 @@ def _check_balance(args: Any, config: HdpConfig) -> None:
             f"--hdp-balance dp with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: unequal counts "
             "would let rings wait on each other inside the pipeline schedule; use --hdp-balance pp or auto"
         )
+    group = expert_group_from_args(args)  # refuses layouts that cannot be, whatever the balance
+    if config.balance == "dp" and group > 1:
+        raise ConfigError(
+            f"--hdp-balance dp with experts spread over {group} pool ranks, which need equal numbers of micro-batches: "
+            "use --hdp-balance pp or auto"
+        )
 
 
 def _check_capacity(args: Any, config: HdpConfig) -> None:
     capacity = config.tokens_per_rank
     assert capacity is not None  # resolve() requires it
-    if capacity % 2:
+    multiple = pad_multiple_from_args(args)
+    if capacity % multiple:
+        below = capacity // multiple * multiple
+        why = "a piece is two chunks of equal size"
+        if multiple > 2:
+            why += f", and --sequence-parallel cuts its tokens over {args.tensor_model_parallel_size} ranks"
         raise ConfigError(
-            f"--hdp-tokens-per-rank is {capacity}: it must be even, because a piece is two chunks of equal size; "
-            f"use {capacity - 1} or {capacity + 1}"
-            if capacity > 1
-            else "--hdp-tokens-per-rank must be at least 2"
+            f"--hdp-tokens-per-rank is {capacity}: it must be a multiple of {multiple}, because {why}; use "
+            + " or ".join(str(value) for value in (below, below + multiple) if value)
         )
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
@@ -189,8 +256,16 @@ def _complete(args: Any, config: HdpConfig) -> None:
     """Store the resolved options, after Megatron's checks passed."""
     for name, value in dataclasses.asdict(config).items():
         setattr(args, f"hdp_{name}", value)
-    args.hdp_balance = Layout(*stages_from_args(args)).balance(args.hdp_balance)
-    cost_from_args(args, config)  # refuses a profile that cannot be read, before anything is set up
+    layout = Layout(*stages_from_args(args), expert_group_from_args(args))
+    args.hdp_balance = layout.balance(args.hdp_balance)
+    cost = cost_from_args(args, config)  # refuses a profile that cannot be read, before anything is set up
+    if config.exchange == "heads":
+        refuse_heads(cost, _pool_size(args))
+    if config.timeline is not None:
+        check_folder(config.timeline, layout_from_args(args))
+    if config.offload:
+        refuse_offload(args)
+        arena_bytes(config)  # refuses what neither flag nor profile says
     if config.kernel != "auto":  # asking for the fastest would start CUDA before Megatron chooses the device
         kernel_from_args(args)
     args.hdp_validated = True

@@ -1,148 +1,16 @@
-"""What cannot run with --hdp, refused before any process group is made: which flag, why, what to do."""
+"""Refuses what cannot run with --hdp before any process group is made, with the numbers and what to change."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from megatron_hdp.cost import CostModel
 from megatron_hdp.data.corpus import SPLITS
 from megatron_hdp.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One flag that conflicts with --hdp."""
-
-    flag: str
-    applies: Callable[[Any], bool]
-    why: str
-
-
-def _on(name: str) -> Callable[[Any], bool]:
-    """The option is set to something true."""
-    return lambda args: bool(getattr(args, name, None))
-
-
-def _above(name: str, limit: float) -> Callable[[Any], bool]:
-    """The option is a number above the limit."""
-    return lambda args: (getattr(args, name, None) or 0) > limit
-
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "--hybrid-context-parallel",
-        _on("hybrid_context_parallel"),
-        "it is Megatron's own scheme for the same purpose, and only one can lay out the data; drop one of the two",
-    ),
-    Refusal(
-        "--attention-backend local",
-        lambda args: getattr(getattr(args, "attention_backend", None), "name", "") == "local",
-        "it would put Megatron's own attention back in place of the ring; use another backend",
-    ),
-    Refusal("--mtp-num-layers", _on("mtp_num_layers"), "multi-token prediction shifts labels past the ends of pieces"),
-    Refusal("--multi-latent-attention", _on("multi_latent_attention"), "latent attention does not pass through rings"),
-    Refusal(
-        "--experimental-attention-variant",
-        _on("experimental_attention_variant"),
-        "only plain causal attention passes through rings",
-    ),
-    Refusal(
-        "--cuda-graph-impl",
-        lambda args: (
-            str(getattr(args, "cuda_graph_impl", None) or "none") != "none"
-            or bool(getattr(args, "enable_cuda_graph", False))
-            or bool(getattr(args, "optimizer_cuda_graph", False))
-        ),
-        "a captured graph has fixed shapes, and micro-batches differ in shape; turn CUDA graphs off",
-    ),
-    Refusal("--use-torch-fsdp2", _on("use_torch_fsdp2"), "ranks with unequal micro-batch counts would hang"),
-    Refusal(
-        "--use-megatron-fsdp",
-        _on("use_megatron_fsdp"),
-        "ranks with unequal micro-batch counts would hang",
-    ),
-    Refusal(
-        "--expert-model-parallel-size",
-        _above("expert_model_parallel_size", 1),
-        "expert parallel needs equal micro-batch counts in its groups, which the planner does not give yet",
-    ),
-    Refusal(
-        "--num-experts",
-        _on("num_experts"),
-        "auxiliary router losses would depend on how sequences are spread over ranks, and padding would be routed",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        _on("ddp_average_in_collective"),
-        "gradients are summed and divided once by the tokens of the batch; drop the flag",
-    ),
-    Refusal(
-        "--sequence-parallel",
-        _on("sequence_parallel"),
-        "pieces are not yet padded to the tensor-parallel size; drop the flag",
-    ),
-    Refusal(
-        "--attention-dropout",
-        _above("attention_dropout", 0.0),
-        "ring attention has no dropout (Megatron's default is 0.1); pass --attention-dropout 0",
-    ),
-    Refusal("--window-size", _on("window_size"), "sliding windows are not yet supported by the ring"),
-    Refusal(
-        "--softmax-type",
-        lambda args: (getattr(args, "softmax_type", None) or "vanilla") != "vanilla",
-        "only the vanilla softmax can be merged across a ring",
-    ),
-    Refusal(
-        "--apply-query-key-layer-scaling",
-        _on("apply_query_key_layer_scaling"),
-        "the extra scale per layer is not applied by ring attention",
-    ),
-    Refusal("--qk-clip", _on("qk_clip"), "ring attention does not record the largest logit"),
-    Refusal("--log-max-attention-logit", _on("log_max_attention_logit"), "ring attention does not record it"),
-    Refusal(
-        "--position-embedding-type",
-        lambda args: getattr(args, "position_embedding_type", "rope") not in ("rope", "learned_absolute", "none"),
-        "positions of pieces are only given to rope, learned_absolute and none",
-    ),
-    Refusal("--fp8-format", _on("fp8"), "pieces are not padded to the multiples that 8-bit kernels need"),
-    Refusal("--fp4-format", _on("fp4"), "pieces are not padded to the multiples that 4-bit kernels need"),
-    Refusal("--tp-comm-overlap", _on("tp_comm_overlap"), "its buffers have fixed shapes, and micro-batches differ"),
-    Refusal(
-        "--fine-grained-activation-offloading",
-        _on("fine_grained_activation_offloading"),
-        "its plan is frozen after the first step, and micro-batches differ from step to step",
-    ),
-    Refusal("--cpu-offloading-num-layers", _on("cpu_offloading_num_layers"), "it assumes equal micro-batches"),
-    Refusal(
-        "--hierarchical-context-parallel-sizes",
-        _on("hierarchical_context_parallel_sizes"),
-        "the pool is one level of rings; drop the flag",
-    ),
-    Refusal("--rampup-batch-size", _on("rampup_batch_size"), "the batch of a step is a function of the step alone"),
-    Refusal("--step-batch-size-schedule", _on("step_batch_size_schedule"), "the batch size is constant"),
-    Refusal("--decrease-batch-size-if-needed", _on("decrease_batch_size_if_needed"), "no batch size needs rounding"),
-    Refusal("--iterations-to-skip", _on("iterations_to_skip"), "skipped steps have no micro-batches to throw away"),
-    Refusal("--phase-transition-iterations", _on("phase_transition_iterations"), "data has one phase"),
-    Refusal("--full-validation", _on("full_validation"), "evaluation runs --eval-iters steps"),
-    Refusal("--multiple-validation-sets", _on("multiple_validation_sets"), "there is one validation set"),
-    Refusal("--sft", _on("sft"), "only pretraining documents (.bin/.idx) are read"),
-    Refusal("--fim-data", _on("fim_data"), "only plain documents (.bin/.idx) are read"),
-    Refusal(
-        "--mock-data",
-        _on("mock_data"),
-        "mock data has no document lengths to plan with; give --data-path to a .bin/.idx corpus",
-    ),
-    Refusal("--perform-rl-step", _on("perform_rl_step"), "only pretraining is supported"),
-    Refusal("--yaml-cfg", _on("yaml_cfg"), "Megatron does not run its usual argument checks for it"),
-    Refusal(
-        "--tensor-parallel-num-weight-shards",
-        lambda args: (
-            (getattr(args, "tensor_parallel_num_weight_shards", None) or args.tensor_model_parallel_size)
-            > args.tensor_model_parallel_size
-        ),
-        "weight shards beyond tensor parallelism change which ranks form the pool",
-    ),
-)
+from megatron_hdp.seams.conflicts import REFUSALS
+from megatron_hdp.seams.costs import check_window, stages_from_args
+from megatron_hdp.seams.expert_layout import refuse_experts
+from megatron_hdp.seams.p2p import refuse_pipeline
+from megatron_hdp.seams.parts import layers_of_parts
 
 _LARGEST_SEED = 2**32 - len(SPLITS)  # every split's stream has its own, counted from --seed
 
@@ -152,8 +20,17 @@ LIMITS: tuple[tuple[str, int, int | None, str], ...] = (
     ("context_parallel_size", 1, None, "ranks, which are folded into the pool"),
     ("tensor_model_parallel_size", 1, None, "ranks"),
     ("pipeline_model_parallel_size", 1, None, "stages"),
+    ("num_layers_per_virtual_pipeline_stage", 1, None, "layers of a model part"),
+    ("num_virtual_stages_per_pipeline_rank", 1, None, "model parts of a stage"),
+    ("decoder_first_pipeline_num_layers", 1, None, "layers of the first stage"),
+    ("decoder_last_pipeline_num_layers", 1, None, "layers of the last stage"),
+    ("num_experts", 1, None, "experts of a layer"),
+    ("moe_router_topk", 1, None, "experts of a token"),
+    ("expert_model_parallel_size", 1, None, "ranks that share the experts"),
+    ("expert_tensor_parallel_size", 1, None, "ranks that share an expert"),
     ("train_iters", 0, None, "steps"),
     ("eval_iters", 0, None, "steps"),
+    ("eval_interval", 0, None, "steps between evaluations, 0 for none"),
     ("seed", 0, _LARGEST_SEED, "the seed of the order of the data"),
 )
 """Numbers that Megatron takes and stumbles over later: option, least, most, what it is."""
@@ -174,6 +51,67 @@ def refuse_numbers(args: Any) -> None:
             f"--max-position-embeddings {positions} is smaller than the context --seq-length {args.seq_length}: "
             f"set --max-position-embeddings to at least {args.seq_length}"
         )
+    refuse_experts(args)
+
+
+def refuse_attention(args: Any) -> None:
+    """Raise `ConfigError` for windows and numbers of heads that attention over rings cannot have."""
+    _require_windows(args)
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if heads and args.group_query_attention and (groups < 1 or heads % groups):
+        raise ConfigError(
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: every key/value head serves "
+            "equally many query heads"
+        )
+
+
+def refuse_heads(cost: CostModel, pool_size: int) -> None:
+    """Raise `ConfigError` where --hdp-exchange heads was asked for and no ring of the pool can swap heads."""
+    possible = [ranks for ranks in range(2, (cost.heads or 1) + 1) if cost.swaps_heads(ranks)]
+    if possible and not 1 < pool_size < possible[0]:
+        return
+    among = f"only be swapped among {', '.join(map(str, possible))} ranks" if possible else "not be swapped"
+    raise ConfigError(
+        f"--hdp-exchange heads: the {cost.heads} query and {cost.kv_heads} key/value heads of a process can {among}, "
+        f"and the pool has {pool_size}. The number of ranks that swap must divide the query heads, and divide the "
+        "key/value heads or be a multiple of them: use another exchange, or fewer tensor-parallel ranks"
+    )
+
+
+def refuse_offload(args: Any) -> None:
+    """Raise `ConfigError` for what --hdp-offload cannot run with. After Megatron's checks, which complete the flags.
+
+    Every model part that has layers must have 3 or more: its first and last keep their activations, and every rank is
+    planned to send away as much as the others. Parts without layers (an embedding or the loss alone) hold none.
+    """
+    stages, parts = stages_from_args(args)
+    numbers = {number for stage in layers_of_parts(args) for number in stage if number}
+    if min(numbers) < 3:
+        where = "a part" if len(numbers) == 1 else "the smallest part"
+        raise ConfigError(
+            f"--hdp-offload: {args.num_layers} layers on {stages} pipeline stages of {parts} model parts are "
+            f"{min(numbers)} in {where}, whose first and last keep their activations, so nothing can leave: use parts "
+            "of at least 3 layers, or drop the flag"
+        )
+    if getattr(args, "gradient_accumulation_fusion", False) and getattr(args, "overlap_grad_reduce", False):
+        raise ConfigError(
+            "--hdp-offload with --overlap-grad-reduce: fused gradient accumulation leaves a mark on the weight that "
+            "torch does not hand through the hooks of saved tensors, and the reduction would wait for a gradient in "
+            "vain: add --no-gradient-accumulation-fusion, or drop --overlap-grad-reduce"
+        )
+
+
+def _require_windows(args: Any) -> None:
+    if not args.window_size:
+        return
+    check_window(args.window_size)
+    skip = args.window_attn_skip_freq
+    if isinstance(skip, list) and args.num_layers is not None and len(skip) != args.num_layers:
+        raise ConfigError(
+            f"--window-attn-skip-freq has {len(skip)} entries for --num-layers {args.num_layers}: give one per layer"
+        )
+    if isinstance(skip, int) and skip < 1:
+        raise ConfigError(f"--window-attn-skip-freq is {skip}: every how many layers one has no window, at least 1")
 
 
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -181,11 +119,27 @@ _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 def refuse_conflicts(args: Any, defaults: Any) -> None:
     """Raise `ConfigError` naming every flag that cannot run with --hdp."""
+    _require_no_conflict(args)
+    _require_data(args)
+    _require_tokenizer(args, defaults)
+
+
+def refuse_checked(args: Any, model_config: Any) -> None:
+    """Raise `ConfigError` for what only shows once Megatron's checks have completed the flags, before it starts.
+
+    Args:
+        args: as validated.
+        model_config: the GPTModelConfig of the run. No process group need exist.
+    """
+    _require_no_conflict(args)  # again: Megatron sets flags from others, and scripts may set some
+    layers_of_parts(args)
+    refuse_pipeline(model_config.transformer)
+
+
+def _require_no_conflict(args: Any) -> None:
     reasons = [f"{refusal.flag}: {refusal.why}" for refusal in REFUSALS if refusal.applies(args)]
     if reasons:
         raise ConfigError("--hdp cannot run with:\n  " + "\n  ".join(reasons))
-    _require_data(args)
-    _require_tokenizer(args, defaults)
 
 
 def _require_data(args: Any) -> None:

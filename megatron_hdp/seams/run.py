@@ -10,9 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection
 from megatron.training import get_args
 
 from megatron_hdp.errors import ConfigError, SeamError
+from megatron_hdp.seams import doctor
+from megatron_hdp.seams.flags import refuse_without_hdp
+from megatron_hdp.seams.memory import check_memory
+from megatron_hdp.seams.param_gather import start_param_gathers
+from megatron_hdp.seams.profile import asked, measure_instead, require_own_profile
+from megatron_hdp.seams.refuse import refuse_checked
 from megatron_hdp.seams.state import HdpRun, active_run, open_run
 from megatron_hdp.seams.step import forward_step
 
@@ -23,26 +30,49 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
+        request, question = asked(), doctor.asked()
         if not getattr(get_args(), "hdp", False):
+            refuse_without_hdp()
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        model_config = getattr(bound.arguments["cfg_container"], "model", None)
-        if not hasattr(model_config, "transformer_layer_spec"):
-            raise ConfigError(
-                "--hdp builds the model from megatron.training's GPTModelConfig: pass "
-                "pretrain_cfg_container_from_args(args, gpt_config_from_args(args)) to pretrain(), "
-                "not a model_provider"
-            )
+        model_config = _model_config(bound.arguments["cfg_container"])
         if not getattr(get_args(), "hdp_validated", False):
             raise SeamError("--hdp was parsed but never checked: parse arguments with parse_and_validate_args()")
+        refuse_checked(get_args(), model_config)
+        if question is not None:
+            doctor.answer(question, get_args(), model_config)
+        if request is None:  # a profile takes neither optimizer nor the whole capacity
+            check_memory(get_args(), model_config)
+        if bound.arguments.get("p2p_communicator") is not None or bound.arguments.get("pg_collection") is not None:
+            raise ConfigError(
+                "--hdp passes messages between pipeline stages itself, in Megatron's own process groups: call "
+                "pretrain() without p2p_communicator and pg_collection"
+            )
         bound.arguments["forward_step_func"] = forward_step
         with open_run(get_args()) as run:
             run.prepare_model(model_config)
+            if request is not None:
+                return measure_instead(request, run, model_config, lambda: original(*bound.args, **bound.kwargs))
+            require_own_profile(run.args, run.config)
+            bound.arguments["forward_step_func"] = run.noted(forward_step)
             result = original(*bound.args, **bound.kwargs)
             run.assert_ran()
         return result
 
     return pretrain
+
+
+def _model_config(given: Any) -> Any:
+    """The GPTModelConfig in the first argument of pretrain(). Raises `ConfigError`, with what came, if it has none."""
+    model_config = getattr(given, "model", None)
+    if not hasattr(model_config, "transformer_layer_spec"):
+        came = f"a {type(given).__name__}" + ("" if model_config is None else f" with a {type(model_config).__name__}")
+        raise ConfigError(
+            "--hdp builds the model from megatron.training's GPTModelConfig (hybrid models and model providers are not "
+            f"supported), and pretrain() was given {came}: pass it pretrain_cfg_container_from_args(args, "
+            "gpt_config_from_args(args))"
+        )
+    return model_config
 
 
 def wrap_data_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,17 +101,28 @@ def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run_schedule(run: HdpRun, schedule: Callable[..., Any], **kwargs: Any) -> Any:
     """Draw one step from the iterator and run all of it through ``schedule``."""
     iterator = kwargs["data_iterator"]
+    training = not kwargs.get("forward_only", False)
+    if training and run.timeline is not None:
+        run.timeline.ask()
     if isinstance(iterator, list):  # one per model chunk of an interleaved pipeline, all with the same step
         bundle = [next(each) for each in iterator][-1]
         micro_batches: Any = [iter(bundle.micro_batches) for _ in iterator]
     else:
         bundle = next(iterator)
         micro_batches = iter(bundle.micro_batches)
-    training = not kwargs.get("forward_only", False)
+    model = kwargs["model"]
+    parts = model if isinstance(model, list) else [model]
     if training:
-        run.begin_step(bundle)
+        run.begin_step(bundle, parts)
+        start_param_gathers(parts)
     kwargs.update(data_iterator=micro_batches, num_microbatches=len(bundle.micro_batches))
-    result = schedule(**kwargs)
+    communicator = run.communicator(parts[0])
+    if communicator is None:
+        result = schedule(**kwargs)
+    else:  # Megatron takes groups and communicator together; the groups are those that it would take itself
+        kwargs.update(p2p_communicator=communicator, pg_collection=_build_default_pg_collection())
+        with communicator.step([each.tokens_1T.shape[1] for each in bundle.micro_batches], forward_only=not training):
+            result = schedule(**kwargs)
     if training:
         run.end_step()
     return result

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_hdp.loader import MicroBatchTensors
 from megatron_hdp.loss import token_loss
+from megatron_hdp.seams.output import output_options
 from megatron_hdp.seams.spec import HdpPackedSeqParams
 
 _SPIKE = 10.0
@@ -27,11 +28,18 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     loss_mask_1T = batch.loss_mask_1T.cuda(non_blocking=True)
     positions_1T = batch.positions_1T.cuda(non_blocking=True)
     # "sbhd" keeps Megatron from cutting anything by its own context-parallel group
-    params = HdpPackedSeqParams(qkv_format="sbhd", micro_batch=batch.micro_batch, positions_T=positions_1T[0])
+    params = HdpPackedSeqParams(
+        qkv_format="sbhd",
+        micro_batch=batch.micro_batch,
+        positions_T=positions_1T[0],
+        most_tokens=batch.most_tokens,
+        sequences=batch.sequences,
+    )
     timers("batch-generator").stop()
     # only padding lies beyond the last position; a learned position embedding has no row for it
     position_ids_1T = positions_1T.clamp(max=get_args().max_position_embeddings - 1)
-    output = model(tokens_1T, position_ids_1T, None, labels=labels_1T, packed_seq_params=params)
+    options = output_options(get_args(), tokens_1T.shape[1])
+    output = model(tokens_1T, position_ids_1T, None, labels=labels_1T, packed_seq_params=params, **options)
     return output, functools.partial(_checked_loss, loss_mask_1T)
 
 

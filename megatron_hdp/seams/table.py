@@ -133,14 +133,86 @@ CONTRACTS = (
     Contract(
         "megatron.training.models.gpt:default_layer_spec", "called for the layer spec whose core attention is swapped"
     ),
+    Contract(
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        "its gathers of parameters are started before a step's first micro-batch",
+    ),
+    Contract(
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+        "start_param_sync is called, param_gather_dispatched read",
+    ),
     Contract("megatron.training.models.gpt:GPTModelConfig", "its transformer_layer_spec and pre-wrap hooks are set"),
+    Contract(
+        "megatron.core.models.gpt.gpt_model:GPTModel",
+        "its forward takes output_processor, and calls it with the output layer, the labels and its loss function",
+    ),
+    Contract(
+        "megatron.core.models.common.language_module.language_module:LanguageModule",
+        "its compute_language_model_loss is called for a part of a micro-batch's rows",
+    ),
+    Contract(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear",
+        "the output layer: called once per part of the rows, forward and again backward",
+    ),
     Contract(
         "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding",
         "replaced on the model by positions per token; its two methods are called with packed_seq_params",
     ),
     Contract(
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding",
+        "replaced like RotaryEmbedding; its frequencies and factor are read from get_emb",
+    ),
+    Contract(
+        "megatron.core.transformer.transformer_block:TransformerBlock",
+        "its forward, called with packed_seq_params by name, is wrapped on the instance with --hdp-offload",
+    ),
+    Contract(
+        "megatron.core.recompute:checkpointed_forward", "calls each of layers, whose forward pre-hooks tell it begins"
+    ),
+    Contract(
+        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout",
+        "asked for the layers of each part of --pipeline-model-parallel-layout",
+    ),
+    Contract(
+        "megatron.core.transformer.transformer_block:get_num_layers_to_build", "its rules for layers are told before"
+    ),
+    Contract("megatron.core.transformer.utils:is_layer_window_attention", "asked which layers have a window"),
+    Contract(
         "megatron.core.transformer.dot_product_attention:DotProductAttention",
         "our core attention takes the same constructor and forward arguments",
+    ),
+    Contract(
+        "megatron.core.transformer.moe.router:TopKRouter",
+        "subclassed: its choice of experts is made as there, its losses per sequence; parameters and bias are its own",
+    ),
+    Contract(
+        "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function", "called to choose experts of tokens"
+    ),
+    Contract(
+        "megatron.core.transformer.moe.moe_utils:compute_routing_scores_for_aux_loss",
+        "called for the choices and scores that the balance loss is about",
+    ),
+    Contract(
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
+        "used for the z-loss; the schedule tells it the scale of the loss, which is read",
+    ),
+    Contract(
+        "megatron.core.transformer.moe.moe_layer:MoELayer",
+        "its forward is wrapped on the instance, and recomputed by us where it would be",
+    ),
+    Contract(
+        "megatron.core.transformer.moe.moe_layer:MoESubmodules", "its router is replaced in the layer spec by ours"
+    ),
+    Contract(
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher",
+        "its first and last step are wrapped on the instance, so that rows are equally many when they are gathered",
+    ),
+    Contract(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker", "told the losses of routers, which it averages"
+    ),
+    Contract(
+        "megatron.core.parallel_state:RankGenerator",
+        "says which processes share experts: consecutive ones of a stage",
     ),
     Contract(
         "megatron.core.rerun_state_machine:RerunDataIterator", "wraps our iterator and may replay what it yielded"
@@ -148,6 +220,23 @@ CONTRACTS = (
     Contract(
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         "sums (loss, tokens) over micro-batches without dividing by their number",
+    ),
+    Contract(
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
+        "subclassed: its exchange of shapes, which variable_seq_lengths turns on, is answered from the plan",
+    ),
+    Contract(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+        "takes our communicator; its messages have the order of the planner's schedule",
+    ),
+    Contract(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+        "takes our communicator; its messages have the order of the planner's schedule",
+    ),
+    Contract("megatron.core.pipeline_parallel.schedules:get_schedule_table", "the order of micro-batches and parts"),
+    Contract(
+        "megatron.core.pipeline_parallel.schedules:_build_default_pg_collection",
+        "called for the groups that a schedule takes with a communicator",
     ),
     Contract(
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads",

@@ -159,6 +159,19 @@ def check_all_to_all_with_tensor_sizes():
     assert output.tolist() == [float(rank), 10.0 + rank]
 
 
+def check_gather_and_scatter_of_unequal_rows():
+    rank = dist.get_rank()
+    gathered = [torch.empty(1, 2), torch.empty(3, 2)]
+    dist.all_gather(gathered, torch.full((1 + 2 * rank, 2), float(rank)))
+    assert [each.tolist() for each in gathered] == [[[0.0, 0.0]], [[1.0, 1.0]] * 3]
+    output = torch.empty(1 + 2 * rank)
+    dist.reduce_scatter(output, [torch.ones(1), torch.arange(3.0)])
+    assert output.tolist() == ([2.0], [0.0, 2.0, 4.0])[rank]
+    empty = [torch.empty(0, 2), torch.empty(2, 2)]
+    dist.all_gather(empty, torch.full((2 * rank, 2), 5.0))
+    assert empty[1].tolist() == [[5.0, 5.0]] * 2
+
+
 def check_pairwise():
     rank = dist.get_rank()
     received = torch.empty(1, device="cuda")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import free_port
+import torch.distributed as dist
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -71,7 +71,8 @@ def run_ranks(
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     context = _context()
-    port = free_port()
+    # Held open by this process, as torchrun's agent does: nobody can take the port between choosing and using it.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(count):
         env = {
@@ -82,7 +83,9 @@ def run_ranks(
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         process = context.Process(target=_rank_main, args=(env, list(argv), str(folder / f"rank{rank}.out"), launcher))
         process.start()

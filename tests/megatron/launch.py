@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,8 @@ def launch(
             the output.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    torchrun += ["--master-port", str(free_port())]
+    # torchrun holds the port that it finds; one given to it could be taken before it listens
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     return run([*torchrun, "-m", "megatron_hdp", *options, script, *args], environment, timeout, expect)
 
 
@@ -68,10 +68,3 @@ def run(
     if expect is not None and process.returncode != expect:
         raise AssertionError(f"exit code {process.returncode}, not {expect}: {' '.join(words)}\n{output[-4000:]}")
     return Finished(process.returncode, output)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

@@ -10,6 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.models import backends
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -89,11 +91,20 @@ def loss_func(mask, losses):
     return total, count, {"lm loss": torch.cat([total.detach().view(1), count.view(1)])}
 
 
+class LatentCore(DotProductAttention):
+    """Megatron's plain attention as latent attention wants to build it: sizes of keys and values follow the tensors."""
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 if __name__ == "__main__":
     from record import record
 
     record(os.environ["RECORD"])
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    if args.multi_latent_attention:
+        backends.DotProductAttention = LatentCore
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     # through the module: the recorder wraps names there
     pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)

@@ -3,12 +3,15 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ADAM, MODEL, NO_EVALUATION, train
 from forked import run_ranks
 from record import read_steps, read_weights
+
+from megatron_hdp.seams.state import HdpRun
 
 HERE = Path(__file__).parent
 FLAGS = [*MODEL, *ADAM, *NO_EVALUATION, "--train-iters", "4", "--adam-eps", "1e-2", "--hdp"]
@@ -34,6 +37,36 @@ def test_default_batch_does_not_follow_the_pool(saved, tmp_path):
     outcome = train(1, [*flags, "--hdp-tokens-per-rank", "96"], tmp_path).check()
     assert "--global-batch-size 2, as in the checkpoint" in outcome.outputs[0]
     assert losses(tmp_path) == pytest.approx(expected[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ({"eval_interval": None}, 0),  # Megatron then evaluates after training only
+        ({"eval_interval": 0}, 0),
+        ({"eval_interval": 2}, 5),  # after steps 2, 4, 6, 8, 10
+        ({"eval_interval": 2, "start_eval_at_iter": 4}, 4),  # not after 2
+        ({"eval_interval": 2, "start_eval_at_iter": 5}, 3),
+        ({"eval_interval": 2, "start_eval_at_iter": 100}, 0),
+        ({"eval_interval": None, "eval_iters": 0}, 0),
+    ],
+)
+def test_evaluation_goes_on_where_it_was(flags, steps):
+    args = SimpleNamespace(
+        **{
+            "iteration": 10,
+            "train_iters": 20,
+            "global_batch_size": 8,
+            "eval_iters": 3,
+            "start_eval_at_iter": None,
+            "skip_train": False,
+            **flags,
+        }
+    )
+    run = SimpleNamespace(args=args, current_step=10, _iterator=lambda split, step: step)
+    HdpRun.data_iterators(run)
+    assert args.consumed_train_samples == 80
+    assert args.consumed_valid_samples == steps * args.eval_iters * 8
 
 
 def answers(cases, folder):

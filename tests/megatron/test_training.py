@@ -81,11 +81,15 @@ def test_tied_embeddings_in_a_pipeline(corpus, tmp_path):
 
 
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--hdp-tokens-per-rank", "48"]
+CUT_ROWS = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split()
 LAYOUTS = {
     "pool of 4": (4, ["--hdp-tokens-per-rank", "24"]),
     "folded cp2": (2, ["--context-parallel-size", "2", "--hdp-tokens-per-rank", "48"]),
     # the vocabulary is padded to a multiple of 128 in all layouts
     "tp2": (4, "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --hdp-tokens-per-rank 48".split()),
+    "tp2, rows cut": (4, [*CUT_ROWS, "--hdp-tokens-per-rank", "48"]),
+    "tp2, rows cut, loss in chunks": (4, [*CUT_ROWS, "--hdp-tokens-per-rank", "48", "--hdp-loss-chunk", "10"]),
+    "tp2, rows cut, pp2": (4, [*CUT_ROWS, *PIPELINE[:2], "--hdp-tokens-per-rank", "96"]),
     "pp2": (4, PIPELINE),
     "pp2 static": (4, [*PIPELINE, "--hdp-algorithm", "static"]),
     "pp2 interleaved": (4, [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"]),

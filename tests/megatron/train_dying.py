@@ -8,17 +8,17 @@ from pathlib import Path
 if __name__ == "__main__" and os.environ["DIE_RANK"] == os.environ["RANK"]:
     from megatron.training import get_args
 
-    from megatron_hdp.attention import ring
+    from megatron_hdp.attention.attend import _HdpAttention
 
-    name = "_forward" if os.environ["DIE"] == "forward" else "_backward"
-    original = getattr(ring, name)
+    name = os.environ["DIE"]
+    original = getattr(_HdpAttention, name)
 
     def dying(*args, **kwargs):
         if get_args().curr_iteration == int(os.environ["DIE_STEP"]):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    setattr(ring, name, dying)
+    setattr(_HdpAttention, name, staticmethod(dying))
 
 if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
