@@ -15,6 +15,9 @@ import tyro
 
 from megatron_hdp.errors import ConfigError, HdpError
 from megatron_hdp.plan_flags import PlanFlags, Size
+from megatron_hdp.report.flags import ReportFlags
+from megatron_hdp.reproduce.command import ReproduceFlags
+from megatron_hdp.simulate.flags import SimulateFlags
 
 if TYPE_CHECKING:
     from megatron_hdp.plan_step import Planner, PlanOptions
@@ -27,6 +30,8 @@ _MAX_DRAW = 64 << 20
 def doctor(install: bool = True) -> int:
     """Say what is installed, which Megatron would be imported, and whether training could start.
 
+    What memory a training script needs with its flags: python -m megatron_hdp [--cpu] doctor --gpus N SCRIPT ARGS...
+
     Args:
         install: also import Megatron and put every wrapper in place for a moment, which takes some seconds.
 
@@ -37,6 +42,7 @@ def doctor(install: bool = True) -> int:
 
     sections = diagnose(try_install=install)
     print(render(sections))
+    print("what memory a run needs: python -m megatron_hdp [--cpu] doctor --gpus N SCRIPT ARGS...")
     return exit_code(sections)
 
 
@@ -90,8 +96,48 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
     run(flags, _megatron_planner)
 
 
+def simulate(flags: Annotated[SimulateFlags, tyro.conf.arg(name="")]) -> None:
+    """Say whether HDP is worth it for your data, by how much at most, and with which settings, before you rent GPUs.
+
+    Steps of the run are simulated on a described cluster, by HDP and by other ways to train. Sizes take the suffixes
+    K, M and G, which are 1024, 1024^2 and 1024^3. See docs/simulate.md.
+    """
+    from megatron_hdp.simulate.command import run
+
+    run(flags, _megatron_planner)
+
+
+def report(flags: Annotated[ReportFlags, tyro.conf.arg(name="")]) -> None:
+    """Write one HTML page, which works offline, that shows plans, simulations and training runs to people.
+
+    Several inputs make one page; logs of several runs are drawn over each other. See docs/report.md.
+    """
+    from megatron_hdp.report.command import run
+
+    run(flags)
+
+
+def reproduce(flags: Annotated[ReproduceFlags, tyro.conf.arg(name="")]) -> None:
+    """Print the ByteScale paper's figures beside what the simulator says, and by how much it is off.
+
+    What the profile was fitted to and what it predicts is marked, misses are explained, and what the paper does not
+    publish is varied. See docs/reproduce.md.
+    """
+    from megatron_hdp.reproduce.command import run
+
+    run(flags)
+
+
+def profile() -> None:
+    """Say how to measure a profile: it takes a run of the training script, under torchrun."""
+    from megatron_hdp.profiler.request import USAGE
+
+    print(USAGE, end="")
+
+
 def _megatron_planner(options: "PlanOptions", checkout: Path | None) -> "Planner":
     """Lengths -> the plan that Megatron's own scheduler makes, checked."""
+    from megatron_hdp.plan_step import forced_exchange
     from megatron_hdp.planner import check
     from megatron_hdp.seams.scheduler import plan_megatron
 
@@ -107,6 +153,7 @@ def _megatron_planner(options: "PlanOptions", checkout: Path | None) -> "Planner
             count_multiple=options.stages if interleaved else 1,
             equal_counts=options.balance == "pp",
         )
+        made = forced_exchange(made, options)
         check(made, **options.layout)
         return made
 
@@ -117,6 +164,10 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "doctor": doctor,
     "lengths": lengths,
     "plan": plan,
+    "profile": profile,
+    "report": report,
+    "reproduce": reproduce,
+    "simulate": simulate,
 }
 """Subcommand name -> function."""
 

@@ -128,6 +128,12 @@ _BUCKETS = {
 }
 """Name -> source, percent of tokens by bucket."""
 
+
+def figure_4(name: str) -> tuple[float, ...]:
+    """Percent of tokens by bar of Figure 4, 2K .. 2M, of "byted" or "github"."""
+    return _BUCKETS[name][1]
+
+
 NAMES = (*_BUCKETS, "wikipedia-like", "lognormal:MIN,MAX,MEAN,SIGMA")
 """What `parse_mix` knows."""
 

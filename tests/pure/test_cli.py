@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from megatron_hdp import cli
 from megatron_hdp.cost import CostModel, load_profile
 from megatron_hdp.data.corpus import TokenBudget, open_corpus
 from megatron_hdp.data.indexed import write_indexed
+from megatron_hdp.memory import ModelShape, Parallel, estimate, sized
 from megatron_hdp.mixes import draw, parse_mix
 from megatron_hdp.plan_json import to_pieces_json
 from megatron_hdp.plan_step import PlanOptions, plan_step, planner_of
 from megatron_hdp.planner import check, plan, summarize
 from megatron_hdp.planner.baselines import BASELINES, packed_rank_ends, plan_static_smallest
 from megatron_hdp.planner.entry import default_cost
+from megatron_hdp.planner.host import host_peaks
 from megatron_hdp.types import Plan
 
 BYTED = "--ranks 8 --tokens-per-rank 8K --context 32K --batch-tokens 512K --lengths byted".split()
@@ -456,3 +459,82 @@ def test_in_a_process_without_torch_and_megatron(capsys, corpus):
     assert bad.stdout == ""
     assert "gone.csv: no such file" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+MODEL = "--heads 16 --kv-heads 4 --tp 2 --hidden 4096 --ffn 11008 --vocab 32K".replace("32K", "32000").split()
+
+
+def gib_of(out, name):
+    return float(re.search(rf"^  {name} +([\d.]+)", out, re.M)[1])
+
+
+def test_plan_within_host_memory(capsys, tmp_path):
+    profile = replace(load_profile("bytescale"), host_memory=64.0 * 2**30)
+    profile.save(tmp_path / "own.json")
+    figure = ["--layer", "figure-21", "--offload"]
+    base = {"cost": cost_of(layer="figure-21"), "offload": True}
+    for words, limit in (
+        (["--host-gib", "1.5"], 3 << 29),
+        (["--host-gib", "0"], 0),
+        (["--profile", tmp_path / "own.json"], 8 << 30),  # a node's over 8 GPUs
+        ([], None),
+    ):
+        code, out, err = run(capsys, "plan", *BYTED, *figure, *words, "--json", tmp_path / "plan.json")
+        assert (code, err) == (0, "")
+        expected = plan(BATCH, 8, 8192, host_bytes=limit, **base)
+        assert Plan.from_json((tmp_path / "plan.json").read_text()) == expected
+        assert (f"offload in {sized(limit or 0)} of a GPU's" in out) == (limit is not None)
+        offloading = int((expected.offload > 0).sum())
+        assert (offloading > 0) == ("sequences that offload" in out)
+        if offloading:
+            assert printed(out, "sequences that offload") == [offloading]
+            peak = host_peaks(expected, base["cost"]).max() / 2**30
+            assert printed(out, "host memory of a GPU, most, GiB") == [pytest.approx(peak, abs=0.006)]
+
+
+def test_plan_says_what_memory_a_gpu_needs(capsys):
+    code, out, err = run(capsys, "plan", *BYTED, *MODEL, "--memory", "--offload", "--layer", "figure-21")
+    assert (code, err) == (0, "")
+    cost = cost_of(layer="figure-21", heads=16, kv_heads=4)
+    model = ModelShape(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=8, head_dim=128, vocabulary=32000)
+    made = plan(BATCH, 8, 8192, cost=cost, offload=True)
+    found = estimate(model, Parallel(ranks=8, tensor_parallel=2), 8192, longest=32 << 10, cost=cost, plan=made)
+    for name in ("weights", "gradients", "optimizer", "activations", "working", "attention", "logits", "reserve"):
+        assert gib_of(out, name) == pytest.approx(getattr(found, name) / 2**30, abs=0.006)
+    assert gib_of(out, "peak") == pytest.approx(found.device / 2**30, abs=0.006)
+    assert gib_of(out, "host") == pytest.approx(found.host / 2**30, abs=0.006)
+    assert "counted from the model's shape" in out
+
+
+def test_plan_refuses_a_capacity_that_does_not_fit(capsys):
+    words = ["plan", *BYTED, *MODEL, "--memory", "--device-gib", "36"]
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    most = int(re.search(r"--tokens-per-rank that fits is ([\d,]+);", err)[1].replace(",", ""))
+    assert "--tokens-per-rank is 8,192: a GPU of the only stage would need" in err
+    assert 1024 < most < 8192
+    words[words.index("8K")] = str(most)
+    assert run(capsys, *words, "--ranks", "16")[0] == 0
+    words[words.index(str(most))] = str(most + 2)
+    assert run(capsys, *words, "--ranks", "8")[0] == 2
+    assert "no --tokens-per-rank fits" in run(capsys, *words, "--device-gib", "9")[2]
+    assert run(capsys, "plan", *BYTED, *MODEL, "--memory", "--profile", "h100")[0] == 0  # 80 GB, by the profile
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--host-gib 3", "--host-gib 3 without --offload"),
+        ("--offload --host-gib -1", "--host-gib is -1: it must be from 0 to"),
+        ("--memory --heads 16 --kv-heads 4", "--memory without --hidden, --ffn, --vocab"),
+        ("--memory --hidden 4097 --ffn 8 --vocab 8 --heads 16 --kv-heads 4", "--hidden is 4097, which 16 x 1 heads"),
+        ("--memory --hidden 4096 --ffn 8 --vocab 8 --heads 16 --kv-heads 4 --tp 0", "--tp is 0"),
+        ("--memory --hidden 64 --ffn 7 --vocab 8 --heads 2 --kv-heads 1 --tp 2", "which does not divide 4 heads"),
+        ("--memory --hidden 64 --ffn 8 --vocab 8 --heads 2 --kv-heads 1 --device-gib 0", "--device-gib is 0"),
+        ("--memory --hidden 64 --ffn 8 --vocab 8 --heads 2 --kv-heads 1 --reserve-gib -2", "--reserve-gib is -2"),
+    ],
+)
+def test_wrong_memory_flags(capsys, words, message):
+    code, out, err = run(capsys, "plan", *BYTED, *words.split())
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,124 @@
+"""`megatron-hdp reproduce`: figures one after the other, as they are ready."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from megatron_hdp.errors import ConfigError
+
+DEFAULT_SEEDS, QUICK_SEEDS = 64, 2
+MOST_SEEDS = 10_000
+FIGURES = ("figure-6a", "figure-18a", "figure-21", "figure-18b", "figure-20", "figure-19", "figure-17", "sensitivity")
+
+
+@dataclass(frozen=True)
+class ReproduceFlags:
+    """Flags of `megatron-hdp reproduce`."""
+
+    only: str | None = None
+    """Some of figure-6a, figure-18a, figure-21, figure-18b, figure-20, figure-19, figure-17, sensitivity, with commas.
+    Default: all."""
+    seeds: int | None = None
+    """Batches that averages are taken over; costly settings take a part of them. Default: 64, which takes 3 minutes;
+    the paper's averages are of 200."""
+    quick: bool = False
+    """2 batches and no sensitivity unless asked for: a smoke run of half a minute, whose averages say little."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write everything to this file."""
+
+
+def run(flags: ReproduceFlags) -> None:
+    """Simulate and print. Raises `ConfigError` for flags that cannot work."""
+    names, seeds = _names(flags.only), _seeds(flags)
+    if flags.only is None and flags.quick:
+        names.remove("sensitivity")
+    if flags.json is not None and not flags.json.parent.is_dir():
+        raise ConfigError(f"--json {flags.json}: there is no folder {flags.json.parent}")
+    from megatron_hdp.reproduce.render import render_summary
+
+    figures: list[Any] = []
+    saved: list[dict[str, Any]] = []
+    print(_TITLE, flush=True)
+    for name, words, found, data in _ready(names, seeds):
+        print(f"\n{words}", flush=True)
+        saved.append(data)
+        if name != "sensitivity":
+            figures.append(found)
+    if figures:
+        print(f"\n{render_summary(figures)}")
+    if flags.json is not None:
+        _write(flags.json, {"seeds": seeds, "figures": saved})
+
+
+_TITLE = (
+    "ByteScale (SIGCOMM 2025) beside the simulator; profile bytescale, fitted once to Figures 6a, 18a and 21.\n"
+    "calibrated: used in that fit; predicted: nothing was fitted to it; given: it chose the batches. Values marked\n"
+    "(label) were read off labels of figures and are good to about 10 %. See docs/reproduce.md."
+)
+
+
+def _names(only: str | None) -> list[str]:
+    """Figures in their order."""
+    asked = list(FIGURES) if only is None else [name.strip() for name in only.split(",")]
+    for name in asked:
+        if name not in FIGURES:
+            raise ConfigError(f"--only {name!r}: choose some of {', '.join(FIGURES)}, separated by commas")
+    return [name for name in FIGURES if name in asked]
+
+
+def _seeds(flags: ReproduceFlags) -> int:
+    seeds = (QUICK_SEEDS if flags.quick else DEFAULT_SEEDS) if flags.seeds is None else flags.seeds
+    if not 2 <= seeds <= MOST_SEEDS:
+        raise ConfigError(f"--seeds is {seeds}: give 2 to {MOST_SEEDS:,}; a spread needs two")
+    return seeds
+
+
+def _ready(names: list[str], seeds: int) -> Any:
+    """(name, text, result, JSON) of each figure."""
+    from megatron_hdp.cost import load_profile
+    from megatron_hdp.reproduce.ladder import figure_19, figure_20
+    from megatron_hdp.reproduce.layers import figure_6a, figure_18a, figure_21
+    from megatron_hdp.reproduce.one_step import figure_18b
+    from megatron_hdp.reproduce.render import render_figure, render_sensitivity
+    from megatron_hdp.reproduce.sensitivity import sensitivity
+    from megatron_hdp.reproduce.speedups import figure_17
+    from megatron_hdp.reproduce.steps import Steps
+
+    profile, steps = load_profile("bytescale"), Steps(progress=_progress)
+    makers: dict[str, Callable[[], Any]] = {
+        "figure-6a": lambda: figure_6a(profile),
+        "figure-18a": lambda: figure_18a(profile),
+        "figure-21": lambda: figure_21(profile),
+        "figure-18b": lambda: figure_18b(steps, seeds),
+        "figure-20": lambda: figure_20(steps, seeds),
+        "figure-19": lambda: figure_19(steps, seeds),
+        "figure-17": lambda: figure_17(steps, seeds),
+    }
+    few = max(2, seeds // 16)
+    for name in names:
+        if name == "sensitivity":
+            varied = sensitivity(steps, few)
+            rows = [dataclasses.asdict(row) for row in varied]
+            yield name, render_sensitivity(varied, few), varied, {"figure": name, "steps": few, "rows": rows}
+        else:
+            figure = makers[name]()
+            yield name, render_figure(figure), figure, figure.to_json()
+
+
+def _progress(words: str) -> None:
+    """Only where a person looks on."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{words[:110]}\r", end="", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error

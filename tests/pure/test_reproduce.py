@@ -1,0 +1,323 @@
+"""`megatron-hdp reproduce`: the paper's values against each other, batches, steps and tables against dull twins."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from megatron_hdp.cli import main
+from megatron_hdp.cost import load_profile
+from megatron_hdp.mixes import figure_4, parse_mix
+from megatron_hdp.reproduce import paper
+from megatron_hdp.reproduce.case import STAGES, Case, batch, large_run, mix_of, setting_of, whole_batch, work_seconds
+from megatron_hdp.reproduce.ladder import loading_seconds
+from megatron_hdp.reproduce.layers import figure_6a, figure_18a, figure_21
+from megatron_hdp.reproduce.one_step import CASE, NEAR, similar_batches
+from megatron_hdp.reproduce.render import render_figure, render_summary
+from megatron_hdp.reproduce.result import Figure, Row
+from megatron_hdp.reproduce.sensitivity import variations
+from megatron_hdp.reproduce.speedups import figure_17, layouts
+from megatron_hdp.reproduce.static import packs, plan_in_order
+from megatron_hdp.reproduce.steps import Step, Steps, speedup, step_of, throughput
+from megatron_hdp.simulator.strategies import run_strategy
+
+PROFILE = load_profile("bytescale")
+SMALL = Case(model="llama-7b", data="byted", context=256 << 10)
+
+# The paper's values
+
+
+def test_published_values_agree_with_each_other():
+    """Labels are read off: what adds up is likely to be read well."""
+    parts = np.array(paper.STATIC_MICROBATCHES_S)
+    assert parts.shape == (paper.MICROBATCHES, 2)
+    assert parts.sum() == pytest.approx(paper.STATIC_S, rel=0.01)
+    assert np.argmax(parts.sum(axis=1)) == paper.STATIC_LONGEST
+    ring, mlp = 405, 10
+    assert ring / (ring + mlp) == pytest.approx(paper.RING_SHARE, abs=0.001)
+    assert pytest.approx(4.7, abs=0.06) == paper.NAIVE_MOST_S / paper.NAIVE_LEAST_S  # the text says 4.7 times
+    assert pytest.approx(3.31, abs=0.01) == paper.STATIC_S / paper.BALANCED_S
+    assert list(paper.LADDER.values()) == sorted(paper.LADDER.values())
+    ranks = 1024 // 2
+    assert paper.MICROBATCHES * ranks * 8192 == paper.BATCH_TOKENS  # tensor parallel 2, 8K tokens a rank
+
+
+def test_known_cells_are_inside_what_the_text_says_of_them():
+    dense, piped = [], []
+    for cell in paper.CELLS:
+        assert cell.naive < cell.balanced <= 7.89
+        if cell.data == "github":
+            (piped if cell.model in STAGES else dense).append(cell.balanced)
+    assert all(6.21 <= value <= 7.89 for value in dense)
+    assert all(3.42 <= value <= 4.28 for value in piped)
+
+
+def test_only_what_is_known_is_shown():
+    assert len(paper.CELLS) == 5
+    assert {(cell.model, cell.data) for cell in paper.CELLS} == {
+        ("llama-7b", "github"),
+        ("llama-7b", "byted"),
+        ("llama-70b", "github"),
+        ("mixtral-8x22b", "github"),
+        ("mixtral-8x22b", "byted"),
+    }
+
+
+# Cases and batches
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(model, 512) for model in paper.MODELS])
+def test_all_pools_have_the_ranks_of_figure_18(model, ranks):
+    setting = setting_of(Case(model=model, data="byted", context=2 << 20))
+    assert setting.ranks == ranks
+    assert setting.gpus == {"llama-7b": 1024, "llama-13b": 2048, "llama-30b": 4096}.get(model, setting.gpus)
+    assert setting.stages == STAGES.get(model, setting.spec.stages)
+
+
+def test_the_large_run_counts_its_constant_once_per_call():
+    layer, shipped = large_run(SMALL).layer(), PROFILE.layer()
+    assert (layer.sequence_constant, layer.microbatch_constant) == (0.0, shipped.sequence_constant)
+    assert dataclasses.replace(layer, sequence_constant=shipped.sequence_constant, microbatch_constant=0.0) == shipped
+
+
+def test_variations_change_what_they_say():
+    base = large_run(SMALL)
+    layer = base.layer()
+    assert large_run(dataclasses.replace(SMALL, gradient_bytes=2)).layer().kv_gradient_per_token == layer.kv_per_token
+    slower = large_run(dataclasses.replace(SMALL, transfer_ms=1.9)).across_nodes
+    assert slower.latency + 8192 * layer.kv_per_token / slower.bandwidth == pytest.approx(1.9e-3, rel=1e-12)
+    plain, more = (setting_of(case).cost for case in (SMALL, dataclasses.replace(SMALL, extra_s=2.0)))
+    assert more.seconds(8192) - plain.seconds(8192) == pytest.approx(2.0, rel=1e-5)
+    for case, changes in variations():
+        assert next(iter(changes)) == "as assumed"
+        assert next(iter(changes.values())) == {}
+        found = {dataclasses.replace(case, **change) for change in changes.values()}
+        assert len(found) == len(changes)
+
+
+@pytest.mark.parametrize("context", [256 << 10, 2 << 20])
+def test_a_batch_fills_the_packs_of_the_static_mesh(context):
+    case = Case(model="llama-7b", data="byted", context=context)
+    for step in range(3):
+        lengths = batch(case, step)
+        of, ring = packs(lengths, setting_of(case))
+        assert ring == context // 8192
+        assert of.max() + 1 == paper.BATCH_TOKENS // context
+        held = np.bincount(of, weights=-(-lengths // (2 * ring)) * 2)
+        assert held.max() <= 8192
+        assert 0.9 * paper.BATCH_TOKENS < lengths.sum() <= paper.BATCH_TOKENS
+        made = plan_in_order(lengths, setting_of(case))
+        assert set(np.diff(made.rank_offsets).tolist()) == {paper.MICROBATCHES}
+
+
+def test_static_packs_are_dealt_in_the_order_in_which_they_come():
+    """A walk over the batch: the next pack that is met goes to the next block."""
+    setting = setting_of(SMALL)
+    lengths = batch(SMALL, 0)
+    of, ring = packs(lengths, setting)
+    blocks, seen = setting.ranks // ring, []
+    for pack in of.tolist():
+        if pack not in seen:
+            seen.append(pack)
+    made = plan_in_order(lengths, setting)
+    for sequence in range(0, lengths.size, 97):
+        turn = seen.index(of[sequence])
+        assert (made.ring_start[sequence], made.ring_size[sequence]) == (turn % blocks * ring, ring)
+        micro_batch = made.micro_batches(turn % blocks * ring)[turn // blocks]
+        assert sequence in [piece.sequence for piece in micro_batch.pieces]
+
+
+def test_bars_hold_their_tokens_whatever_their_labels_are():
+    longest = 2 << 20
+    for bars, first in (("end", 1024), ("middle", 1448), ("begin", 2048)):
+        mix = mix_of(dataclasses.replace(SMALL, bars=bars))
+        lengths = mix.sample(np.random.RandomState(1), 1 << 18)
+        assert first < lengths.min() < 1.02 * first
+        assert lengths.max() <= longest
+        edges = {"end": 128 << 10, "middle": round((256 << 10) / 2**0.5), "begin": 256 << 10}[bars]
+        share = lengths[lengths > edges].sum() / lengths.sum()  # bars 256K, 512K, 1M, 2M
+        assert share == pytest.approx(sum(figure_4("byted")[-4:]) / sum(figure_4("byted")), rel=0.06)
+    assert mix_of(SMALL).name == parse_mix("byted").name
+
+
+def test_work_is_that_of_a_batch_shared_out_evenly():
+    """A dull sum over sequences; no plan's ranks can all be done earlier."""
+    lengths = batch(CASE, 1)
+    cost = setting_of(CASE).cost
+    dull = sum(float(cost.seconds(s, -(-s // 8192))) * -(-s // 8192) for s in lengths.tolist()) / 512
+    waves = lengths.sum() / 8192 / 512
+    assert work_seconds(CASE, lengths) == pytest.approx(dull + waves * cost.microbatch_picoseconds() * 1e-12)
+    assert run_strategy("bytescale", lengths, setting_of(CASE)).result.seconds > 0.99 * work_seconds(CASE, lengths)
+    assert whole_batch(CASE, 1).sum() == paper.BATCH_TOKENS
+
+
+# Steps
+
+
+def test_busy_is_the_time_inside_micro_batches():
+    """Of one stage: what is left of a step is waiting for the slowest rank, and syncing."""
+    result = run_strategy("naive", batch(CASE, 1), setting_of(CASE)).result
+    step = step_of(result)
+    outside = sum(result.idle[cause] for cause in ("load", "gather", "bubble", "sync", "reduce"))
+    busy = result.seconds - outside - result.optimizer_seconds
+    assert step.busy == pytest.approx((busy.min(), busy.max(), busy.std()), rel=1e-6)
+    assert (step.seconds, step.tokens) == (result.seconds, batch(CASE, 1).sum())
+
+
+def test_steps_are_simulated_once(monkeypatch):
+    told, made = [], []
+    steps = Steps(progress=told.append)
+    monkeypatch.setattr(
+        Steps, "simulate", lambda self, *what: made.append(what) or Step(1.0 + len(made), 10, (0, 1, 2), 3)
+    )
+    first = steps.run(SMALL, "naive", [0, 2])
+    assert steps.run(SMALL, "naive", range(3))[::2] == first
+    assert len(made) == 3
+    assert len(told) == 2
+
+
+def test_speedups_by_hand():
+    static = [Step(10.0, 100, (0, 0, 0), 0), Step(30.0, 300, (0, 0, 0), 0)]
+    steps = [Step(1.0, 100, (0, 0, 0), 0), Step(4.0, 300, (0, 0, 0), 0)]
+    assert throughput(static) == 10.0
+    found = speedup(static, steps)
+    assert (found.value, found.least, found.most) == pytest.approx((8.0, 7.5, 10.0))
+    assert found.uncertain == pytest.approx(1.5 / 2.5 / 2**0.5)
+    assert speedup(static, steps, 1.0).value == pytest.approx(400 / 7 / 10)
+
+
+def test_loading_is_what_the_last_rung_gains():
+    extra = loading_seconds(100.0)
+    assert (100 + extra) / 100 == pytest.approx(3.89 / 3.69)
+
+
+def test_similar_batches_take_as_long_as_the_papers():
+    steps = Steps()
+    (step,) = similar_batches(steps, 1)
+    assert steps.run(CASE, "balanced", [step])[0].seconds == pytest.approx(paper.BALANCED_S, rel=NEAR)
+
+
+def test_layouts_begin_with_what_is_assumed():
+    piped = Case(model="llama-70b", data="github", context=2 << 20)
+    assert [setting_of(case).stages for case in layouts(piped)] == [2, 4]
+    assert layouts(CASE) == [CASE]
+
+
+# Figures
+
+
+def test_what_was_fitted_is_met():
+    for figure in (figure_6a(PROFILE), figure_18a(PROFILE), figure_21(PROFILE)):
+        assert all(figure.orders.values())
+        for row in figure.rows:
+            assert abs(row.error) < 0.05, row
+        assert {row.basis for row in figure.rows} <= {"calibrated", "predicted"}
+    predicted = [row.name for row in figure_21(PROFILE).rows if row.basis == "predicted"]
+    assert predicted == ["full recompute: memory"]  # the one value of Figure 21 that no coefficient was fitted to
+
+
+@pytest.mark.slow
+def test_orders_and_limits_of_the_default_run():
+    """Figure 17's orders, and a note at every value that is off."""
+    figure = figure_17(Steps(), 24)
+    assert all(figure.orders.values())
+    for row in figure.rows:
+        assert row.note or not row.off, row
+
+
+def row(**fields):
+    return Row(**{"name": "a", "unit": "s", "paper": 10.0, "simulated": 10.0, "limit": 0.1, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "off", "missed"),
+    [
+        ({"simulated": 10.9}, 0.09, False, False),
+        ({"simulated": 11.1}, 0.11, True, True),
+        ({"simulated": 8.0}, -0.2, True, True),
+        ({"paper": (8.0, 9.0), "simulated": 8.5}, 0.0, False, False),
+        ({"paper": (8.0, 9.0), "simulated": 9.81}, 0.09, False, False),
+        ({"paper": (8.0, 9.0), "simulated": 4.0}, -0.5, True, True),
+        ({"simulated": 20.0, "layouts": (9.0, 20.0)}, 1.0, True, False),
+        ({"simulated": 20.0, "layouts": (11.0, 20.0)}, 1.0, True, True),
+        ({"paper": (8.0, 9.0), "simulated": 20.0, "layouts": (8.9, 20.0)}, 20 / 9 - 1, True, False),
+        ({"simulated": 20.0, "limit": None}, 1.0, False, False),
+        ({"simulated": 20.0, "basis": "calibrated"}, 1.0, False, False),
+        ({"simulated": 20.0, "paper": None}, None, False, False),
+    ],
+)
+def test_errors_and_verdicts(fields, error, off, missed):
+    made = row(**fields)
+    assert made.error == (None if error is None else pytest.approx(error))
+    assert (made.off, made.missed) == (off, missed)
+
+
+def test_a_figure_as_text():
+    rows = (
+        row(name="first", tag="label", simulated=12.0, spread=(11.0, 13.0), note="because"),
+        row(name="second", paper=(1.0, 2.5), unit="x", simulated=2.0, basis="given"),
+        row(name="third", paper=None, note="because"),
+        row(name="fourth", simulated=20.0, layouts=(9.0, 20.0)),
+    )
+    figure = Figure(key="figure-1", title="a title", rows=rows, words=("said",), orders={"a > b": True, "b > c": False})
+    text = render_figure(figure)
+    lines = text.splitlines()
+    assert lines[0] == "figure-1: a title"
+    assert re.split(r"\s{2,}", lines[2]) == [
+        "first",
+        "10 s",
+        "12.00",
+        "11.00 .. 13.00",
+        "+20.0 %",
+        "predicted (label), MISSED 10 % [1]",
+    ]
+    assert re.split(r"\s{2,}", lines[3]) == ["second", "1-2.5 x", "2.00", "+0.0 %", "given"]
+    assert re.split(r"\s{2,}", lines[4]) == ["third, s", "10.00", "not in the paper [1]"]
+    assert lines[5].endswith("predicted, off 10 %, layouts 9.00 .. 20.0")
+    assert lines[6:] == ["order: a > b: yes", "order: b > c: NO", "[1] because", "said"]
+    summary = render_summary([figure])
+    assert summary.startswith("0 of 2 predicted values")
+    assert "figure-1, first (+20 %)" in summary
+    assert summary.index("off, but") < summary.index("fourth") < summary.index("missed, see") < summary.index("first")
+    assert "figure-1, b > c" in summary
+
+
+# The command
+
+
+def test_the_command_prints_figures_and_writes_json(tmp_path, capsys):
+    out = tmp_path / "all.json"
+    assert main(["reproduce", "--only", "figure-21, figure-18a", "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("figure-18a:") < text.index("figure-21:")
+    assert "1 of 1 predicted values" in text
+    saved = json.loads(out.read_text())
+    assert [figure["figure"] for figure in saved["figures"]] == ["figure-18a", "figure-21"]
+    ring = saved["figures"][0]["rows"][0]
+    assert (ring["paper"], ring["basis"], ring["tag"]) == (405.0, "calibrated", "text")
+
+
+def test_a_quick_step_of_figure_18b(capsys):
+    assert main(["reproduce", "--only", "figure-18b", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "static, step" in text
+    assert "order: static > naive > balanced" in text
+    assert "given" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--only", "figure-3"], "--only 'figure-3': choose some of figure-6a"),
+        (["--seeds", "1"], "--seeds is 1: give 2 to 10,000"),
+        (["--seeds", "20000"], "--seeds is 20000"),
+        (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json: there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, words, capsys):
+    assert main(["reproduce", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
