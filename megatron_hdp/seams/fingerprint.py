@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from megatron_hdp.errors import SeamError
@@ -80,8 +81,9 @@ def release_order(version: str) -> tuple[int, ...]:
     return tuple(int("".join(ch for ch in part if ch.isdigit()) or 0) for part in version.split(".")[:3])
 
 
+@lru_cache(maxsize=256)
 def fingerprint(target: str, located: Located) -> Fingerprint:
-    """Fingerprint of a located definition."""
+    """Fingerprint of a located definition; kept, as a run looks twice."""
     text = canonical(located.node)
     return Fingerprint(target, signature(located.node), hashlib.sha256(text.encode()).hexdigest())
 

@@ -52,9 +52,8 @@ def train(
     return run_ranks(ranks, [str(HERE / script), *flags], folder, environment=environment, **options)
 
 
-def stock(flags: list[str], folder: Path, order: str = "given") -> list[dict]:
+def stock(flags: list[str], folder: Path) -> list[dict]:
     """Steps of stock Megatron on one rank, one sequence per micro-batch; the folder keeps weights as well."""
     flags = [*flags, "--micro-batch-size", "1", "--calculate-per-token-loss", "--dataloader-type", "external"]
-    environment = {"ORACLE_ORDER": order}
-    train(1, flags, folder, script="oracle.py", environment=environment, launcher=False).check()
+    train(1, flags, folder, script="oracle.py", launcher=False).check()
     return read_steps(folder / "record")

@@ -1,7 +1,6 @@
 """Stock Megatron on one rank, no plugin: its own unfused attention, one sequence per micro-batch, per-token loss.
 
-Sequences come from the same corpus in the same steps; $RECORD names the folder, $ORACLE_ORDER is "given" or "reversed"
-(another order of summation inside a step).
+Sequences come from the same corpus in the same steps; $RECORD names the folder.
 """
 
 import os
@@ -30,8 +29,6 @@ class Sequences:
         if not self.queue:
             self.queue = list(self.of_step(self.next_step))
             self.next_step = next(self.steps)
-            if os.environ.get("ORACLE_ORDER", "given") == "reversed":
-                self.queue.reverse()
         return self.queue.pop(0)
 
     def of_step(self, step):

@@ -3,6 +3,7 @@
 import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import ADAM, MODEL, NO_EVALUATION, SEQUENCES_PER_STEP, SGD, stock, train
@@ -34,7 +35,7 @@ REST = [
     if (ranks, capacity, optimizer, flags) not in FAST
 ]
 # with a large epsilon Adam does not blow rounding up, so it can be compared as tightly as SGD
-OPTIMIZERS = {"sgd": SGD, "smooth_adam": [*ADAM, "--adam-eps", "1e-2"]}
+OPTIMIZERS = {"sgd": SGD, "smooth_adam": [*ADAM, "--adam-eps", "1e-2"], "adam": ADAM}
 
 
 @pytest.fixture(scope="module")
@@ -109,26 +110,25 @@ def test_equal_to_stock_megatron_everywhere(case, corpus, stock_runs, tmp_path):
     run_and_compare(case, corpus, stock_runs, tmp_path)
 
 
-def test_adam_is_no_further_away_than_another_order_of_summation(corpus, tmp_path):
-    flags = [*MODEL, *ADAM, *NO_EVALUATION, *BATCH, "--data-path", corpus]
-    given = stock(flags, tmp_path / "given")
-    reversed_ = stock(flags, tmp_path / "reversed", order="reversed")
+def test_adam_differs_by_rounding_only(corpus, stock_runs, tmp_path):
+    """Adam divides by gradients near 0 and so amplifies rounding.
+
+    With the sums of a step in another order, stock Megatron's own weights differ by up to 4e-9 (99 % of them) and 3e-7
+    (all) after these steps. An error of 1 % in the gradients moves weights by 1e-5 a step.
+    """
+    given, weights = stock_runs("adam")
     train(4, hdp_flags(corpus, 24, ADAM), tmp_path / "hdp").check()
+    off = differences(read_weights(tmp_path / "hdp" / "record"), weights)
+    assert float(np.quantile(off, 0.99)) < 3e-7
+    assert off.max() < 2e-5
     ours = read_steps(tmp_path / "hdp" / "record")
-    weights = {name: read_weights(tmp_path / name / "record") for name in ("given", "reversed", "hdp")}
-    noise = largest_difference(weights["given"], weights["reversed"])
-    assert 0 < noise < 1e-2
-    # Adam divides by gradients near 0, so rounding is amplified: both are draws of the same noise
-    assert largest_difference(weights["hdp"], weights["given"]) < 5 * noise
-    rms = {name: rms_difference(weights[name], weights["given"]) for name in ("reversed", "hdp")}
-    assert rms["hdp"] < 2 * rms["reversed"]
-    loss_noise = max(relative(a["lm loss"], b["lm loss"]) for a, b in zip(given, reversed_))
-    assert max(relative(a["lm loss"], b["lm loss"]) for a, b in zip(given, ours)) < max(5 * loss_noise, 1e-6)
+    assert max(relative(a["lm loss"], b["lm loss"]) for a, b in zip(given, ours, strict=True)) < 1e-6
 
 
-def rms_difference(weights, other):
-    total = sum(float((weights[key].double() - other[key].double()).square().sum()) for key in weights)
-    return (total / sum(value.numel() for value in weights.values())) ** 0.5
+def differences(weights, other):
+    """Of every single weight, float64."""
+    assert weights.keys() == other.keys()
+    return np.concatenate([(weights[key].double() - other[key].double()).abs().flatten().numpy() for key in weights])
 
 
 @pytest.mark.parametrize(
