@@ -277,7 +277,7 @@ void climb(const Cost &cost, const Task &task, Int num_ranks, Int bound, std::ve
     }
 }
 
-Candidate search(const Cost &cost, const Task &task, Int num_ranks, Int bound) {
+Candidate search(const Cost &cost, const Task &task, Int num_ranks, Int bound, const LastEnough &last) {
     std::vector<Tried> tried = try_ways(cost, task, num_ranks, bound);
     climb(cost, task, num_ranks, bound, tried);
     const bool fine = task.num_coarse < task.rings.size();
@@ -291,6 +291,8 @@ Candidate search(const Cost &cost, const Task &task, Int num_ranks, Int bound) {
             }
             Coarse coarse = place_coarse(cost, task.rings, way.order, num_ranks, way.trial);
             place_fine(cost, task.rings, task.num_coarse, way.trial.target, late, coarse);
+            const Int least = task.locals.time.empty() ? 1 : task.locals.time.back();
+            coarse.placed.reserve = reserves(coarse.placed, num_ranks, bound, least, last);
             Spread spread = spread_locals(coarse.placed, task.locals, num_ranks);
             if (spread.span < best.span) {
                 best = {spread.span, std::move(coarse.placed), std::move(spread)};
@@ -303,13 +305,13 @@ Candidate search(const Cost &cost, const Task &task, Int num_ranks, Int bound) {
 }
 
 Columns plan_dp(const Cost &cost, const Int64View &lengths, const Int64View &smallest, const Int64View &widest,
-                Int num_ranks, Int capacity, Int bound) {
+                Int num_ranks, Int capacity, Int bound, const LastEnough &last) {
     Task task = read(cost, lengths, smallest, widest, num_ranks, capacity, bound, first_look);
-    Candidate best = search(cost, task, num_ranks, bound);
+    Candidate best = search(cost, task, num_ranks, bound, last);
     if (best.span > bound + bound / far) {
         Task closer = read(cost, lengths, smallest, widest, num_ranks, capacity, bound, second_look);
         if (closer.num_coarse > task.num_coarse || closer.rings.size() > task.rings.size()) {
-            Candidate other = search(cost, closer, num_ranks, bound);
+            Candidate other = search(cost, closer, num_ranks, bound, last);
             if (other.span < best.span) {
                 task = std::move(closer);
                 best = std::move(other);
@@ -321,7 +323,7 @@ Columns plan_dp(const Cost &cost, const Int64View &lengths, const Int64View &sma
 }
 
 nb::tuple plan_dp_arrays(Int64View lengths, Int64View smallest, Int64View widest, Int num_ranks, Int capacity,
-                         Int64View arguments, Int bound) {
+                         Int64View arguments, Int bound, Int last_time, Int last_share) {
     const Cost cost = Cost::from(arguments);
     require(lengths, smallest, widest, num_ranks, cost);
     if (capacity < 1) {
@@ -330,7 +332,7 @@ nb::tuple plan_dp_arrays(Int64View lengths, Int64View smallest, Int64View widest
     Columns plan;
     {
         nb::gil_scoped_release unlocked;
-        plan = plan_dp(cost, lengths, smallest, widest, num_ranks, capacity, bound);
+        plan = plan_dp(cost, lengths, smallest, widest, num_ranks, capacity, bound, {last_time, last_share});
     }
     return nb::make_tuple(to_numpy(std::move(plan.ring_start)), to_numpy(std::move(plan.ring_size)),
                           to_numpy(std::move(plan.rank_offsets)), to_numpy(std::move(plan.microbatch_offsets)),
@@ -377,7 +379,8 @@ nb::tuple place_rings(Int64View lengths, Int64View smallest, Int64View widest, I
 
 void bind_plan_dp(nb::module_ &module) {
     module.def("plan_dp", &hdp::plan_dp_arrays, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
-               nb::arg("num_ranks"), nb::arg("capacity"), nb::arg("cost"), nb::arg("bound"));
+               nb::arg("num_ranks"), nb::arg("capacity"), nb::arg("cost"), nb::arg("bound"), nb::arg("last_time"),
+               nb::arg("last_share"));
     module.def("place_rings", &hdp::place_rings, nb::arg("lengths"), nb::arg("smallest"), nb::arg("widest"),
                nb::arg("num_ranks"), nb::arg("cost"), nb::arg("num_coarse"), nb::arg("target"), nb::arg("tie"),
                nb::arg("share"));

@@ -59,6 +59,9 @@ Tails tails_of(const Placement &placed, const Locals &locals, Int num_ranks, con
             ++tails.turns[rank];
         }
     }
+    for (std::size_t rank = 0; rank < placed.reserve.size(); ++rank) {
+        tails.ends[rank] += placed.reserve[rank];
+    }
     tails.loads = tails.ends;
     for (std::size_t item = 0; item < locals.time.size(); ++item) {
         const Int rank = spread.rank[item];
@@ -216,23 +219,76 @@ void fit_tails(const Ints &times, Int goal, Tails &tails) {
     }
 }
 
-// Ranks whose last ring is the last of all its ranks.
-std::vector<bool> ranks_that_end_with_ring(const Placement &placed, Int num_ranks) {
-    Ints last(static_cast<std::size_t>(num_ranks), -1);
+// Ranks whose last ring is the last of all its ranks and takes longer than the `longest` pack after it of each.
+std::vector<bool> ranks_that_end_with_ring(const Placement &placed, const Ints &longest) {
+    Ints last(longest.size(), -1);
     for (std::size_t i = 0; i < placed.ring.size(); ++i) {
         std::fill_n(last.begin() + placed.start[i], placed.size[i], static_cast<Int>(i));
     }
     std::vector<bool> result(last.size(), false);
     for (std::size_t i = 0; i < placed.ring.size(); ++i) {
         const auto first = last.begin() + placed.start[i];
-        if (std::count(first, first + placed.size[i], static_cast<Int>(i)) == placed.size[i]) {
+        const auto after = longest.begin() + placed.start[i];
+        if (std::count(first, first + placed.size[i], static_cast<Int>(i)) == placed.size[i] &&
+            *std::max_element(after, after + placed.size[i]) < placed.time[i]) {
             std::fill_n(result.begin() + placed.start[i], placed.size[i], true);
         }
     }
     return result;
 }
 
+// Time of each rank's first pack of those after its last ring, which is full and has the longest sequences.
+Ints first_packs_at_end(const Locals &locals, const Spread &spread, const Groups &cells, const Groups &own,
+                        Int capacity) {
+    Ints result(own.offsets.size() - 1, 0), tail, tokens;
+    for (std::size_t rank = 0; rank < result.size(); ++rank) {
+        tail.clear();
+        tokens.clear();
+        for (Int i = own.offsets[rank]; i < own.offsets[rank + 1]; ++i) {
+            const Int item = own.items[i];
+            if (spread.turn[item] == cells.offsets[rank + 1] - cells.offsets[rank]) {
+                tail.push_back(item);
+                tokens.push_back(locals.tokens[item]);
+            }
+        }
+        const Ints bin = best_fit_sorted(tokens, capacity);
+        for (std::size_t i = 0; i < bin.size(); ++i) {
+            result[rank] += bin[i] == 0 ? locals.time[tail[i]] : 0;
+        }
+    }
+    return result;
+}
+
 } // namespace
+
+// How much sooner than the others each rank should be done, because what it runs last is short; see planner/frame.py.
+Ints reserves(const Placement &placed, Int num_ranks, Int target, Int least, const LastEnough &last) {
+    if (last.time == 0) {
+        return {};
+    }
+    Ints ring(static_cast<std::size_t>(num_ranks), -1), result(ring.size());
+    for (std::size_t i = 0; i < placed.ring.size(); ++i) {
+        std::fill_n(ring.begin() + placed.start[i], placed.size[i], static_cast<Int>(i));
+    }
+    std::vector<bool> whole(placed.ring.size());
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+        const auto first = ring.begin() + placed.start[i];
+        whole[i] = std::count(first, first + placed.size[i], static_cast<Int>(i)) == placed.size[i];
+    }
+    for (std::size_t rank = 0; rank < ring.size(); ++rank) {
+        const Int i = ring[rank];
+        Int room = target, longest = 0;
+        if (i >= 0) {
+            room -= placed.begin[i] + placed.time[i];
+            longest = room < least || whole[i] ? placed.time[i] : 0;
+        }
+        if (room >= least) {
+            longest = std::max(longest, std::min(room, last.time));
+        }
+        result[rank] = (std::max<Int>(last.time - longest, 0) >> 10) * last.share;
+    }
+    return result;
+}
 
 // Longest first into the tightest gap that holds it, else onto the rank that is done soonest (LPT, Graham 1969).
 Spread spread_locals(const Placement &placed, const Locals &locals, Int num_ranks) {
@@ -250,6 +306,9 @@ Spread spread_locals(const Placement &placed, const Locals &locals, Int num_rank
         }
     }
     std::set<Gap> gaps(found.begin(), found.end());
+    for (std::size_t rank = 0; rank < placed.reserve.size(); ++rank) {
+        ends[rank] += placed.reserve[rank];
+    }
     Loads loads(ends);
     Spread result;
     result.rank.resize(locals.time.size());
@@ -318,7 +377,8 @@ Columns build_columns(const Ints &ring_sequence, const Placement &placed, const 
         }
     }
     const Groups cells = group_by(cell_rank, num_ranks), own = group_by(spread.rank, num_ranks);
-    const std::vector<bool> ends_with_ring = ranks_that_end_with_ring(placed, num_ranks);
+    const std::vector<bool> ends_with_ring =
+        ranks_that_end_with_ring(placed, first_packs_at_end(locals, spread, cells, own, capacity));
     plan.rank_offsets.push_back(0);
     plan.microbatch_offsets.push_back(0);
     plan.piece_sequence.reserve(cell_rank.size() + locals.sequence.size());

@@ -72,6 +72,7 @@ struct Spread {
     Int span = 0;
 };
 
+Ints reserves(const Placement &placed, Int num_ranks, Int target, Int least, const LastEnough &last);
 Spread spread_locals(const Placement &placed, const Locals &locals, Int num_ranks);
 void level_locals(const Placement &placed, const Locals &locals, Int num_ranks, Int goal, Spread &spread);
 Columns build_columns(const Ints &ring_sequence, const Placement &placed, const Locals &locals, const Spread &spread,

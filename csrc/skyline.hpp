@@ -37,6 +37,12 @@ struct Placement {
     Ints ring; // index of the choices
     Ints start, size;
     Ints begin, time;
+    Ints reserve; // how much sooner than the others each rank should be done; empty for none
+};
+
+// What ranks run last should take `time` or more; of that, `share` / 2^10 is backward. Twin: planner/frame.py.
+struct LastEnough {
+    Int time, share;
 };
 
 // One way to place coarse rings.

@@ -72,6 +72,8 @@ def plan_dp(
     capacity: int,
     cost: IntArray,
     bound: int,
+    last_time: int,
+    last_share: int,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]: ...
 def place_rings(
     lengths: IntArray,

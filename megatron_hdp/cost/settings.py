@@ -24,6 +24,8 @@ _MOST = {
     "heads": 1 << 16,
     "kv_heads": 1 << 16,
     "stages": 1 << 16,
+    "gather_picoseconds": 1 << 56,
+    "reduce_picoseconds": 1 << 56,
 }
 """What the settings are at most, far above what any model asks for."""
 _OPTIONAL = ("window", "heads", "kv_heads")
@@ -54,6 +56,12 @@ class StageSettings:
     stages: int = 1
     """Pipeline stages of the model. One computes embedding and loss; of several each is charged the longer of the two,
     as all wait for the slowest."""
+    gather_picoseconds: int = 0
+    """Parameters of the stage come in this time, layer by layer, while the first micro-batch runs forward; 0 if that is
+    not known, or not beside compute."""
+    reduce_picoseconds: int = 0
+    """Gradients of the stage are summed over the pool in this time, layer by layer, while last micro-batches run
+    backward; 0 as above. Neither is a part of a piece's cost: they tell plans apart whose ranks end alike."""
 
     def __post_init__(self) -> None:
         self._take_whole_numbers()
@@ -63,6 +71,11 @@ class StageSettings:
             raise ConfigError(f"window is {self.window}: a query sees at least itself; use None for full attention")
         if self.recompute not in ("none", "full"):
             raise ConfigError(f"recompute is {self.recompute!r}: choose none or full")
+        if min(self.gather_picoseconds, self.reduce_picoseconds) < 0:
+            raise ConfigError(
+                f"gather_picoseconds is {self.gather_picoseconds} and reduce_picoseconds is {self.reduce_picoseconds}: "
+                "neither can be below 0"
+            )
         if self.stages < 1:
             raise ConfigError(f"stages is {self.stages}: a model has at least 1 pipeline stage")
         if self.pad_multiple < 2 or self.pad_multiple % 2:

@@ -10,6 +10,7 @@ from megatron_hdp.cost.core import core_arguments
 from megatron_hdp.errors import PlanError
 from megatron_hdp.planner.columns import Columns
 from megatron_hdp.planner.dp_python import plan_dp_python
+from megatron_hdp.planner.frame import last_enough
 from megatron_hdp.planner.native import _core
 from megatron_hdp.planner.skyline import best_picoseconds
 from megatron_hdp.types import IntArray
@@ -50,7 +51,8 @@ def plan_dp(
         )
     if _core is None:
         return Columns(*plan_dp_python(lengths, smallest, widest, num_ranks, capacity, cost, bound))
-    return Columns(*_core.plan_dp(lengths, smallest, widest, num_ranks, capacity, core_arguments(cost), bound))
+    last = last_enough(cost, capacity)
+    return Columns(*_core.plan_dp(lengths, smallest, widest, num_ranks, capacity, core_arguments(cost), bound, *last))
 
 
 def widest_rings(cost: CostModel, lengths: IntArray, smallest: IntArray, num_ranks: int) -> IntArray:

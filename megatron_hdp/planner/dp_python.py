@@ -33,6 +33,7 @@ import numpy as np
 from megatron_hdp.cost import CostModel, Tier
 from megatron_hdp.planner.coarse import CoarseRing, Trial, place_coarse, times_by_size
 from megatron_hdp.planner.fine import FineRings, place_fine
+from megatron_hdp.planner.frame import LastEnough, last_enough, reserves
 from megatron_hdp.planner.sand import Columns, Locals, Spread, build_columns, level_locals, spread_locals
 from megatron_hdp.planner.skyline import Placement, best_picoseconds
 from megatron_hdp.types import IntArray
@@ -120,11 +121,12 @@ def plan_and_span(
         raise ValueError(f"capacity is {capacity}, must be at least 1")
     arguments = (lengths, smallest, widest, num_ranks, capacity, cost, bound)
     task = read(*arguments, FIRST_LOOK)
-    best = search(task, num_ranks, cost, bound)
+    last = last_enough(cost, capacity)
+    best = search(task, num_ranks, cost, bound, last)
     if best.spread.span > bound + bound // FAR:
         closer = read(*arguments, SECOND_LOOK)
         if len(closer.coarse) > len(task.coarse) or closer.ring_sequence.size > task.ring_sequence.size:
-            other = search(closer, num_ranks, cost, bound)
+            other = search(closer, num_ranks, cost, bound, last)
             if other.spread.span < best.spread.span:
                 task, best = closer, other
     columns = build_columns(task.ring_sequence, best.placed, task.local, best.spread, num_ranks, capacity)
@@ -226,7 +228,7 @@ def choose_coarse(
     )
 
 
-def search(task: Task, num_ranks: int, cost: CostModel, bound: int) -> Candidate:
+def search(task: Task, num_ranks: int, cost: CostModel, bound: int, last: LastEnough) -> Candidate:
     """The best of several ways."""
     tried = _try_ways(task, num_ranks, cost, bound)
     _climb(task, num_ranks, cost, bound, tried)
@@ -241,6 +243,7 @@ def search(task: Task, num_ranks: int, cost: CostModel, bound: int) -> Candidate
                 continue
             coarse = place_coarse(cost, task.coarse, num_ranks, trial, order)
             place_fine(task.fine, trial.target, coarse, late_widest=late_widest)
+            coarse.placed.reserve = reserves(coarse.placed, num_ranks, bound, times[-1] if times else 1, last)
             spread = spread_locals(coarse.placed, times, num_ranks)
             if best is None or spread.span < best.spread.span:
                 best = Candidate(coarse.placed, spread)

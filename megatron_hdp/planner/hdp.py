@@ -14,12 +14,13 @@ from megatron_hdp.planner.bound import lower_bound
 from megatron_hdp.planner.columns import Columns, Layout
 from megatron_hdp.planner.dp import demanded_rings, plan_dp, widest_rings
 from megatron_hdp.planner.exchange import choose_exchanges
+from megatron_hdp.planner.frame import framed_span
 from megatron_hdp.planner.host import host_peaks, most_in_flight
 from megatron_hdp.planner.offload import Limits, fits, needed_fraction, share_of, smallest_rings
 from megatron_hdp.planner.peers import RING
 from megatron_hdp.planner.pp import plan_pp
 from megatron_hdp.planner.sizes import Size, best_size
-from megatron_hdp.planner.span import PHASES, rank_ends
+from megatron_hdp.planner.span import PHASES, microbatch_picoseconds, rank_ends
 from megatron_hdp.planner.waves import best_waves, powers_of_two
 from megatron_hdp.types import IntArray, Plan
 
@@ -189,7 +190,12 @@ class _Batch:
         smallest = demanded_rings(cost, lengths, smallest, ranks, bound // layout.stages)
         widest = widest_rings(cost, lengths, smallest, ranks)
         if self.balance == "dp":
-            return self._timed(plan_dp(lengths, smallest, widest, ranks, self.capacity, cost, bound))
+            columns = plan_dp(lengths, smallest, widest, ranks, self.capacity, cost, bound)
+            if not cost.reduce_picoseconds:
+                return self._timed(columns)
+            alone = dataclasses.replace(cost, reduce_picoseconds=0)  # ranks that end alike may still be better
+            other = plan_dp(lengths, smallest, widest, ranks, self.capacity, alone, bound)
+            return _shorter(self._timed(columns), self._timed(other))
         timed = self._timed(plan_pp(lengths, smallest, widest, ranks, packs, cost, bound, layout))
         return _shorter(timed, self._waves) if np.any(timed.plan.ring_size > 1) else timed
 
@@ -234,9 +240,12 @@ class _Timed:
 
     @cached_property
     def span(self) -> int:
-        """Picoseconds."""
-        layout = self.layout
-        return int(rank_ends(self.plan, self.cost, layout.stages, layout.virtual_stages, layout.expert_group).max())
+        """Picoseconds; without pipeline stages with what gradients and parameters add, see `planner.frame`."""
+        layout, cost = self.layout, self.cost
+        ends = rank_ends(self.plan, cost, layout.stages, layout.virtual_stages, layout.expert_group)
+        if layout.stages == 1 and (cost.gather_picoseconds or cost.reduce_picoseconds):
+            return framed_span(self.plan, ends, *microbatch_picoseconds(self.plan, cost), cost)
+        return int(ends.max())
 
 
 def _shorter(first: _Timed, second: _Timed) -> _Timed:

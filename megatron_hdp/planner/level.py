@@ -38,7 +38,7 @@ class Tails:
     all: list[int]
     """Of all ranks, rising."""
     ends: list[int]
-    """When each rank's last ring ends, picoseconds."""
+    """When each rank's last ring ends, with the rank's reserve, picoseconds."""
     loads: list[int]
     """The same with the tail."""
     turns: list[int]
@@ -78,6 +78,8 @@ def _tails(placed: Placement, times: list[int], rank: list[int], turn: list[int]
         for own in range(start, start + size):
             ends[own] = begin + time
             turns[own] += 1
+    for own, reserve in enumerate(placed.reserve):
+        ends[own] += reserve
     tails = Tails([[] for _ in range(num_ranks)], [], ends, ends.copy(), turns)
     for item, (own, own_turn) in enumerate(zip(rank, turn)):
         if own_turn == turns[own]:

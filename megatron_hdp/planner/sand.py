@@ -6,8 +6,9 @@ first, Graham 1969). What ranks run after their last ring is then levelled (`pla
 two rings is packed into micro-batches by best fit (Johnson 1973).
 
 Gradients are summed over the pool while each rank's last micro-batch runs backward, and parameters gathered while its
-first runs forward. So ranks begin and end with long micro-batches where that is free: a ring that is the last of all
-its ranks runs after what they have left, else the first of the packs, which is full and has the longest sequences.
+first runs forward. So ranks begin and end with long micro-batches where that is free. Of what a rank has left after its
+last ring the first pack runs last, which is full and has the longest sequences; but a ring that is the last of all its
+ranks runs after all of that, if it takes longer than these packs.
 """
 
 from bisect import bisect_left, insort
@@ -41,7 +42,7 @@ class Spread(NamedTuple):
     rank: list[int]
     turn: list[int]
     span: int
-    """When the last rank is done, picoseconds."""
+    """When the last rank is done with its reserve, picoseconds."""
 
 
 def spread_locals(placed: Placement, times: list[int], num_ranks: int) -> Spread:
@@ -55,6 +56,8 @@ def spread_locals(placed: Placement, times: list[int], num_ranks: int) -> Spread
                 gaps.append((begin - ends[rank], rank, turns[rank]))
             ends[rank] = begin + time
             turns[rank] += 1
+    for rank, reserve in enumerate(placed.reserve):
+        ends[rank] += reserve
     gaps.sort()
     loads = [end * num_ranks + rank for rank, end in enumerate(ends)]  # one number orders like (end, rank)
     heapify(loads)
@@ -123,11 +126,18 @@ def build_columns(
     cell_turn, cells_of = _turns(cell_rank, num_ranks)
     first_group = np.cumsum(cells_of + 1) - cells_of - 1  # a group: what a rank runs in one turn
     turn = np.array(spread.turn, dtype=np.int64)
-    turn -= (turn == cells_of[local_rank]) & _ends_with_ring(places, cell_ring, cell_rank, num_ranks)[local_rank]
+    tail = turn == cells_of[local_rank]
     group = first_group[local_rank] + turn
     bins = _pack(group, local.tokens, capacity)
+    longest = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(longest, local_rank[tail & (bins == 0)], local.time[tail & (bins == 0)])
+    last_of_all = _ends_with_ring(placed, cell_ring, cell_rank, longest)
+    if np.any(last_of_all):
+        tail &= ~last_of_all[local_rank]
+        group -= last_of_all[local_rank] & (turn == cells_of[local_rank])
+        bins = _pack(group, local.tokens, capacity)
     most = int(bins.max(initial=-1)) + 2
-    bins[(turn == cells_of[local_rank]) & (bins == 0)] = most - 1
+    bins[tail & (bins == 0)] = most - 1
     slot = np.concatenate([group * most + bins, (first_group[cell_rank] + cell_turn) * most + most - 1])
     rank = np.concatenate([local_rank, cell_rank])
     sequence = np.concatenate([local.sequence, rings[cell_ring]])
@@ -143,16 +153,20 @@ def _cells(places: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _ends_with_ring(
-    places: IntArray, cell_ring: IntArray, cell_rank: IntArray, num_ranks: int
+    placed: Placement, cell_ring: IntArray, cell_rank: IntArray, longest: IntArray
 ) -> npt.NDArray[np.bool_]:
-    """Ranks whose last ring is the last of all its ranks, bool [num_ranks]; cells are in the order of placing.
+    """Ranks whose last ring is the last of all its ranks and takes longer than the ``longest`` pack after it of each.
 
-    All of them have the same time left after it, so it may as well run at the end of that.
+    Cells are in the order of placing; ``longest`` is int64 [num_ranks], picoseconds, the result bool [num_ranks]. All
+    of them have the same time left after the ring, so it may as well run at the end of that.
     """
-    last = np.full(num_ranks, -1, dtype=np.int64)
+    last = np.full(longest.size, -1, dtype=np.int64)
     np.maximum.at(last, cell_rank, cell_ring)
-    ring = np.flatnonzero(np.bincount(last[last >= 0], minlength=len(places)) == places[:, 1])
-    found: npt.NDArray[np.bool_] = np.isin(last, ring)
+    sizes, times = (np.array([place[k] for place in placed.places], dtype=np.int64) for k in (1, 3))
+    late = np.bincount(last[last >= 0], minlength=sizes.size) == sizes
+    after = np.zeros_like(sizes)
+    np.maximum.at(after, cell_ring, longest[cell_rank])
+    found: npt.NDArray[np.bool_] = np.isin(last, np.flatnonzero(late & (times > after)))
     return found
 
 

@@ -40,6 +40,8 @@ class Placement:
 
     rings: list[int] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+    reserve: list[int] = field(default_factory=list)
+    """Picoseconds that each rank should be done ahead of the others, see `planner.frame`; empty for none."""
 
     def add(self, ring: int, place: Place) -> None:
         """Append one ring."""

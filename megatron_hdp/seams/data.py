@@ -15,6 +15,7 @@ from megatron_hdp.loader import LoaderOptions, StepBundle, StepLoader
 from megatron_hdp.planner import plan
 from megatron_hdp.seams.costs import cost_from_args, pad_multiple_from_args, planned_host_bytes, stages_from_args
 from megatron_hdp.seams.expert_layout import expert_group_from_args
+from megatron_hdp.seams.frame import framed
 from megatron_hdp.types import IntArray, Plan
 
 
@@ -89,7 +90,7 @@ def planner_from_args(args: Any, config: HdpConfig, pool_size: int) -> Callable[
         tokens_per_rank=config.tokens_per_rank,
         algorithm=config.algorithm,
         balance=args.hdp_balance,
-        cost=cost_from_args(args, config),
+        cost=framed(cost_from_args(args, config), args, pool_size),
         pad_multiple=pad_multiple_from_args(args),
         stages=stages,
         virtual_stages=virtual_stages,

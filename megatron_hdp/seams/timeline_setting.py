@@ -65,7 +65,7 @@ def setting_from_args(args: Any, config: HdpConfig, device: torch.device) -> Run
         pad_multiple=cost.pad_multiple,
         heads=cost.heads,
         kv_heads=cost.kv_heads,
-        model=_model(args),
+        model=model_from_args(args),
         experts=args.num_experts or 1,
         experts_per_token=args.moe_router_topk if args.num_experts else 1,
         overlap_grad_reduce=bool(args.overlap_grad_reduce),
@@ -73,7 +73,7 @@ def setting_from_args(args: Any, config: HdpConfig, device: torch.device) -> Run
     )
 
 
-def _model(args: Any) -> ModelShape | None:
+def model_from_args(args: Any) -> ModelShape | None:
     """None for a model whose parameters and FLOPs the simulator cannot count."""
     if any(applies(args) for name, applies in UNKNOWN if name != "--num-experts"):
         return None

@@ -16,6 +16,7 @@ from megatron_hdp.simulator.cluster import Cluster
 from megatron_hdp.simulator.cluster_files import cluster_of_profile, profile_on
 from megatron_hdp.simulator.job import Control, Job, Sync
 from megatron_hdp.simulator.models import Model, model_of, model_profile
+from megatron_hdp.simulator.sync import with_frame
 from megatron_hdp.types import IntArray
 
 MegatronPlanner = Callable[[PlanOptions, Path | None], Planner]
@@ -95,7 +96,11 @@ class Setting:
 
     @cached_property
     def cost(self) -> CostModel:
-        """Of a pipeline stage; links and copies are the cluster's."""
+        """Of a pipeline stage; links and copies are the cluster's, and so is what a step has around micro-batches."""
+        return with_frame(self._cost_alone, self._job(self._cost_alone), self.ranks)
+
+    @cached_property
+    def _cost_alone(self) -> CostModel:
         shape = self.spec.shape
         profile = self._profile if self.cluster is None else profile_on(self.cluster, self._profile)
         return CostModel(
@@ -110,8 +115,11 @@ class Setting:
 
     def job(self, *, one_slice: bool = False) -> Job:
         """What `simulate_step` takes."""
+        return self._job(self.cost, one_slice)
+
+    def _job(self, cost: CostModel, one_slice: bool = False) -> Job:
         return Job(
-            cost=self.cost,
+            cost=cost,
             cluster=self.machines,
             model=self.spec.shape,
             experts=self.spec.experts,

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_hdp.cost import CostModel
 from megatron_hdp.memory import Parallel, parameters
 from megatron_hdp.simulator.job import Job
 from megatron_hdp.simulator.order import Ops, Run
@@ -76,6 +77,23 @@ def over_pool(job: Job, num_ranks: int, weights: Weights, bytes_each: int) -> In
         for dense, expert in zip(weights.dense, weights.expert, strict=True)
     ]
     return np.array(times, dtype=np.int64)
+
+
+def with_frame(cost: CostModel, job: Job, num_ranks: int) -> CostModel:
+    """The model with the times of what runs beside the first and the last micro-batch, for the planner.
+
+    ``job`` is the run; its own cost model is not looked at.
+    """
+    weights, sync = weights_of(job, num_ranks), job.sync
+
+    def longest(beside: bool, bytes_each: int) -> int:
+        return int(over_pool(job, num_ranks, weights, bytes_each).max()) if beside else 0
+
+    return dataclasses.replace(
+        cost,
+        gather_picoseconds=longest(sync.overlap_param_gather, sync.parameter_bytes),
+        reduce_picoseconds=longest(sync.overlap_grad_reduce, sync.gradient_bytes),
+    )
 
 
 def optimizer_picoseconds(job: Job, num_ranks: int, weights: Weights) -> int:
