@@ -5,9 +5,10 @@ returns is the exit code (None counts as 0). Imports beyond the standard library
 """
 
 import contextlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,25 +140,43 @@ def _megatron_planner(options: "PlanOptions", checkout: Path | None) -> "Planner
     """Lengths -> the plan that Megatron's own scheduler makes, checked."""
     from megatron_hdp.plan_step import forced_exchange
     from megatron_hdp.planner import check
-    from megatron_hdp.seams.scheduler import plan_megatron
+
+    with _without_gpu_unsaid():
+        from megatron_hdp.seams.scheduler import plan_megatron
 
     interleaved = options.virtual_stages > 1
 
     def planner(lengths: "IntArray") -> "Plan":
-        made = plan_megatron(
-            lengths,
-            options.num_ranks,
-            options.tokens_per_rank,
-            options.cost.pad_multiple,
-            checkout=checkout,
-            count_multiple=options.stages if interleaved else 1,
-            equal_counts=options.balance == "pp",
-        )
+        with _without_gpu_unsaid():  # it imports Megatron and torch
+            made = plan_megatron(
+                lengths,
+                options.num_ranks,
+                options.tokens_per_rank,
+                options.cost.pad_multiple,
+                checkout=checkout,
+                count_multiple=options.stages if interleaved else 1,
+                equal_counts=options.balance == "pp",
+            )
         made = forced_exchange(made, options)
         check(made, **options.layout)
         return made
 
     return planner
+
+
+@contextlib.contextmanager
+def _without_gpu_unsaid() -> Iterator[None]:
+    """Torch warns where it finds no GPU, as soon as Megatron is imported; planning needs none. Other lines stay."""
+
+    def told(record: logging.LogRecord) -> bool:
+        return "No CUDA runtime is found" not in record.getMessage()
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.addFilter(told)
+    try:
+        yield
+    finally:
+        logger.removeFilter(told)
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -182,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None if it was closed before the start (>&-)
+                sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -197,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _drop_output() -> None:
     """Let Python's last flush, at its exit, write what is left to nowhere: a second failure would print a traceback."""
+    if sys.stdout is None:
+        return
     with contextlib.suppress(OSError, ValueError):  # no file descriptor where the output is captured
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
