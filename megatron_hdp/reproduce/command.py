@@ -1,9 +1,10 @@
 """`megatron-hdp reproduce`: figures one after the other, as they are ready."""
 
-import dataclasses
 import json
+import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from megatron_hdp.errors import ConfigError
+from megatron_hdp.plan_flags import check_output
 
 DEFAULT_SEEDS, QUICK_SEEDS = 64, 2
 MOST_SEEDS = 10_000
@@ -25,7 +27,7 @@ class ReproduceFlags:
     """Some of figure-6a, figure-18a, figure-21, figure-18b, figure-20, figure-19, figure-17, sensitivity, with commas.
     Default: all."""
     seeds: int | None = None
-    """Batches that averages are taken over; costly settings take a part of them. Default: 64, which takes 3 minutes;
+    """Batches that averages are taken over; costly settings take a part of them. Default: 64, which takes 2.5 minutes;
     the paper's averages are of 200."""
     quick: bool = False
     """2 batches and no sensitivity unless asked for: a smoke run of half a minute, whose averages say little."""
@@ -38,14 +40,15 @@ def run(flags: ReproduceFlags) -> None:
     names, seeds = _names(flags.only), _seeds(flags)
     if flags.only is None and flags.quick:
         names.remove("sensitivity")
-    if flags.json is not None and not flags.json.parent.is_dir():
-        raise ConfigError(f"--json {flags.json}: there is no folder {flags.json.parent}")
+    _check_json(flags.json)
     from megatron_hdp.reproduce.render import render_summary
+    from megatron_hdp.reproduce.result import CHOICES
 
     figures: list[Any] = []
     saved: list[dict[str, Any]] = []
     print(_TITLE, flush=True)
     for name, words, found, data in _ready(names, seeds):
+        _progress("")
         print(f"\n{words}", flush=True)
         saved.append(data)
         if name != "sensitivity":
@@ -53,20 +56,21 @@ def run(flags: ReproduceFlags) -> None:
     if figures:
         print(f"\n{render_summary(figures)}")
     if flags.json is not None:
-        _write(flags.json, {"seeds": seeds, "figures": saved})
+        _write(flags.json, {"seeds": seeds, "choices": CHOICES, "figures": saved})
 
 
 _TITLE = (
     "ByteScale (SIGCOMM 2025) beside the simulator; profile bytescale, fitted once to Figures 6a, 18a and 21.\n"
-    "calibrated: used in that fit; predicted: nothing was fitted to it; given: it chose the batches. Values marked\n"
-    "(label) were read off labels of figures and are good to about 10 %. See docs/reproduce.md."
+    "calibrated: used in that fit; predicted: nothing was fitted to it; given: it chose the batches. *: not blind, a\n"
+    "choice behind the prediction was made with judged values in sight. Values marked (label) were read off labels of\n"
+    "figures and are good to about 10 %. See docs/reproduce.md."
 )
 
 
 def _names(only: str | None) -> list[str]:
     """Figures in their order."""
-    asked = list(FIGURES) if only is None else [name.strip() for name in only.split(",")]
-    for name in asked:
+    asked = list(FIGURES) if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    for name in asked or [""]:
         if name not in FIGURES:
             raise ConfigError(f"--only {name!r}: choose some of {', '.join(FIGURES)}, separated by commas")
     return [name for name in FIGURES if name in asked]
@@ -79,7 +83,7 @@ def _seeds(flags: ReproduceFlags) -> int:
     return seeds
 
 
-def _ready(names: list[str], seeds: int) -> Any:
+def _ready(names: list[str], seeds: int) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
     """(name, text, result, JSON) of each figure."""
     from megatron_hdp.cost import load_profile
     from megatron_hdp.reproduce.ladder import figure_19, figure_20
@@ -104,7 +108,7 @@ def _ready(names: list[str], seeds: int) -> Any:
     for name in names:
         if name == "sensitivity":
             varied = sensitivity(steps, few)
-            rows = [dataclasses.asdict(row) for row in varied]
+            rows = [row.to_json() for row in varied]
             yield name, render_sensitivity(varied, few), varied, {"figure": name, "steps": few, "rows": rows}
         else:
             figure = makers[name]()
@@ -112,13 +116,51 @@ def _ready(names: list[str], seeds: int) -> Any:
 
 
 def _progress(words: str) -> None:
-    """Only where a person looks on."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words[:110]}\r", end="", file=sys.stderr, flush=True)
+    """Only where a person looks on; on one line, which the next words take the place of, or nothing."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{words[:width]}\r", end="", file=sys.stderr, flush=True)
+
+
+def _check_json(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before minutes are spent; what is in it stays until the end."""
+    if path is None:
+        return
+    try:
+        check_output("--json", path)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(f"--json {path}: cannot be written (it is write-protected)")
+        if not _is_device(path):
+            _beside(path).touch()
+            _beside(path).unlink()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
+
+
+def _is_device(path: Path) -> bool:
+    """Or a pipe: nothing that a file can take the place of."""
+    return path.exists() and not path.is_file()
+
+
+def _beside(path: Path) -> Path:
+    """Where a file grows until it is whole; links are followed, so that they stay links."""
+    return path.resolve().with_name(f".megatron-hdp-{os.getpid()}.part")
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
+    """All of it or nothing: a full disk leaves the file that was there."""
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     try:
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        if _is_device(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        part = _beside(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            if path.exists():
+                shutil.copymode(path, part)
+            part.replace(path.resolve())
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error

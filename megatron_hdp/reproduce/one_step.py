@@ -19,8 +19,9 @@ CASE = Case(model="llama-7b", data="byted", context=2 << 20)
 LIMIT = 0.10
 NEAR = 0.03
 """Relative width on each side of the balanced step's time."""
-_WORK = (0.8, 1.1)
-"""Work of a batch that may take so long balanced, over that time: who is outside is not simulated."""
+_WORK = (0.7, 1.1)
+"""Work of a batch that may take so long balanced, over that time: who is outside is not simulated. Of the first 2,800
+batches those that do are at 0.77 and more."""
 _MOST_DRAWN = 20_000
 
 _STATIC_NOTE = (
@@ -66,7 +67,8 @@ def figure_18b(steps: Steps, count: int) -> Figure:
         _busy("naive, busiest rank", paper.NAIVE_MOST_S, naive, 1),
         _busy("naive, standard deviation of ranks", paper.NAIVE_STD_S, naive, 2, _LEAST_NOTE),
         _busy("balanced, least busy rank", paper.BALANCED_RANKS_S[0], balanced, 0, _DELTA_NOTE),
-        _busy("balanced, busiest rank", paper.BALANCED_RANKS_S[1], balanced, 1),
+        # the step is as long as its busiest rank takes: this one chose the batches as well
+        _busy("balanced, busiest rank", paper.BALANCED_RANKS_S[1], balanced, 1, basis="given"),
         *_microbatches(),
     ]
     anyhow = steps.run(CASE, "naive", range(count)), steps.run(CASE, "balanced", range(count))
@@ -97,12 +99,15 @@ def _place(name: str, value: float, steps: Sequence[Step]) -> str:
 
 
 def _seconds(name: str, value: float | None, steps: Sequence[Step], **more: Any) -> Row:
-    return Row.over([step.seconds for step in steps], name=name, unit="s", paper=value, limit=LIMIT, **more)
+    return _mean([step.seconds for step in steps], name, value, **more)
 
 
-def _busy(name: str, value: float, steps: Sequence[Step], index: int, note: str = "") -> Row:
-    values = [step.busy[index] for step in steps]
-    return Row.over(values, name=name, unit="s", paper=value, limit=LIMIT, note=note)
+def _busy(name: str, value: float, steps: Sequence[Step], index: int, note: str = "", **more: Any) -> Row:
+    return _mean([step.busy[index] for step in steps], name, value, note=note, **more)
+
+
+def _mean(values: Sequence[float], name: str, value: float | None, **more: Any) -> Row:
+    return Row.over(values, name=name, unit="s", paper=value, limit=LIMIT, choices=("backward",), **more)
 
 
 def _microbatches() -> list[Row]:
@@ -130,6 +135,7 @@ def _microbatches() -> list[Row]:
                     tag="label",
                     simulated=simulated * 1e-12,
                     note=_STATIC_NOTE if name.startswith("a pack") and phase == "forward" else "",
+                    choices=("backward",) if phase == "backward" else (),
                 )
             )
     return rows

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron_hdp.reproduce.paper import Range
-from megatron_hdp.reproduce.result import Figure, Row
+from megatron_hdp.reproduce.result import CHOICES, Choice, Figure, Row
 from megatron_hdp.reproduce.sensitivity import Varied
 
 _WIDTH = 120
@@ -15,11 +15,14 @@ _HEADER = f"{'':<{_NAME}}{'paper':>13}{'simulated':>11}{'min .. max':>17}{'error
 
 def render_figure(figure: Figure) -> str:
     """A figure's table, its notes and what was assumed."""
-    notes = list(dict.fromkeys(row.note for row in figure.rows if row.note))
+    notes = list(dict.fromkeys(row.reason for row in figure.rows if row.reason))
     lines = [f"{figure.key}: {figure.title}", _HEADER]
     lines += [_row(row, notes) for row in figure.rows]
     for name, holds in figure.orders.items():
         lines.append(f"order: {name}: {'yes' if holds else 'NO'}")
+    for choice in CHOICES:
+        if any(choice in row.in_sight for row in figure.rows):
+            lines += _wrapped(f"{_sign([choice])} not a blind prediction: {CHOICES[choice]}")
     for number, note in enumerate(notes, 1):
         lines += _wrapped(f"[{number}] {note}")
     for words in figure.words:
@@ -31,16 +34,32 @@ def _wrapped(words: str) -> list[str]:
     return textwrap.wrap(words, _WIDTH, subsequent_indent="    ")
 
 
+def _sign(choices: Sequence[Choice]) -> str:
+    """*b for "backward", *bs for "backward" and "stages"."""
+    return "*" + "".join(choice[0] for choice in choices)
+
+
 def _row(row: Row, notes: Sequence[str]) -> str:
-    error = "" if row.error is None else f"{100 * row.error:+.1f} %"
+    error = _error(row)
     spread = "" if row.spread is None else f"{_number(row.spread[0])} .. {_number(row.spread[1])}"
     label = " (label)" if row.tag == "label" and row.paper is not None else ""
     basis = row.basis if row.paper is not None else "not in the paper"
-    mark = f" [{notes.index(row.note) + 1}]" if row.note else ""
+    sign = f" {_sign(row.in_sight)}" if row.in_sight else ""
+    mark = f" [{notes.index(row.reason) + 1}]" if row.reason else ""
     paper = "" if row.paper is None else f"{_published(row.paper)} {row.unit}"
     name = row.name if row.paper is not None else f"{row.name}, {row.unit}"
     cells = f"{textwrap.shorten(name, _NAME - 1):<{_NAME}}{paper:>13}{_number(row.simulated):>11}{spread:>17}{error:>9}"
-    return f"{cells}  {basis}{label}{_verdict(row)}{mark}".rstrip()
+    return f"{cells}  {basis}{sign}{label}{_verdict(row)}{mark}".rstrip()
+
+
+def _error(row: Row) -> str:
+    """One decimal, or as many as show that an error is beyond its limit: +15.03 % where 15 % are missed."""
+    if row.error is None:
+        return ""
+    percent, digits = 100 * row.error, 1
+    while row.off and digits < 9 and f"{abs(percent):.{digits}f}" == f"{100 * (row.limit or 0.0):.{digits}f}":
+        digits += 1
+    return f"{round(percent, digits) + 0.0:+.{digits}f} %"  # + 0.0 makes 0 of -0
 
 
 def _verdict(row: Row) -> str:
@@ -54,7 +73,7 @@ def _verdict(row: Row) -> str:
 def _published(value: float | Range) -> str:
     if isinstance(value, tuple):
         return f"{value[0]:g}-{value[1]:g}"
-    return f"{value:g}" if value == round(value, 2) else f"{value:.2f}"
+    return f"{round(value, 2):g}"
 
 
 def _number(value: float) -> str:
@@ -81,15 +100,25 @@ def render_sensitivity(varied: Sequence[Varied], count: int) -> str:
 
 
 def render_summary(figures: Sequence[Figure]) -> str:
-    """How many judged values were met, and which were not."""
+    """How many judged values were met, which were not, and how many of them are blind predictions."""
     judged = [(figure.key, row) for figure in figures for row in figure.rows if row.judged]
     off = [(key, row) for key, row in judged if row.off and not row.missed]
     missed = [(key, row) for key, row in judged if row.missed]
     wrong = [f"  {figure.key}, {name}" for figure in figures for name, holds in figure.orders.items() if not holds]
     within = len(judged) - len(off) - len(missed)
-    lines = [f"{within} of {len(judged)} predicted values are within their limit (10 %, in Figure 17 15 %)"]
-    for words, rows in (("off, but between what other layouts give:", off), ("missed, see the notes above:", missed)):
-        lines += (
-            [words, *(f"  {key}, {row.name} ({100 * (row.error or 0.0):+.0f} %)" for key, row in rows)] if rows else []
+    seen = sum(bool(row.in_sight) for _, row in judged)
+    lines = ["no value here is judged"]
+    if judged:
+        lines = [f"{within} of {len(judged)} predicted values are within their limit (10 %, in Figure 17 15 %)"]
+    if seen:
+        lines += _wrapped(
+            f"* {seen} of these {len(judged)} are no blind predictions: a choice behind them was made with judged "
+            "values in sight"
         )
-    return "\n".join(lines + (["in the wrong order:", *wrong] if wrong else ["all orders are right"]))
+    for words, rows in (("off, but not with another layout:", off), ("missed, see the notes above:", missed)):
+        lines += [words, *(f"  {key}, {row.name} ({_error(row)})" for key, row in rows)] if rows else []
+    if wrong:
+        lines += ["in the wrong order:", *wrong]
+    elif any(figure.orders for figure in figures):
+        lines.append("all orders are right")
+    return "\n".join(lines)

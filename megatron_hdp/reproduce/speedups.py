@@ -7,13 +7,14 @@ import numpy as np
 
 from megatron_hdp.lengths import format_size
 from megatron_hdp.reproduce import paper
-from megatron_hdp.reproduce.case import Case, setting_of
-from megatron_hdp.reproduce.result import Figure, Row
+from megatron_hdp.reproduce.case import STAGES, Case, setting_of
+from megatron_hdp.reproduce.result import Choice, Figure, Row
 from megatron_hdp.reproduce.steps import Speedup, Steps, speedup, throughput
 
 LIMIT = 0.15
 OTHER_STAGES = {"llama-70b": 4, "mixtral-8x22b": 2}
 """Another pipeline that could have been assumed."""
+_ORDER = "balanced > naive > static in all cells"
 SLOPE_MODEL, SLOPE_DATA = "llama-7b", "github"
 
 _GITHUB_NOTE = (
@@ -57,32 +58,48 @@ def figure_17(steps: Steps, count: int) -> Figure:
     """Known cells at 2M, the range at 256K, and slopes."""
     large, piped, small = max(2, count // 2), max(2, count // 6), max(2, count // 12)
     rows: list[Row] = []
-    right = True
+    cells: list[Found] = []
     for cell in paper.CELLS:
         case = Case(model=cell.model, data=cell.data, context=cell.context)
         number = piped if setting_of(case).stages > 1 else large
         found = [run_cell(steps, one, number, ours=one is case) for one in layouts(case)]
-        right = right and found[0].balanced.value > found[0].naive.value > 1
+        cells.append(found[0])
         rows += _rows(found, cell.naive, cell.balanced)
         rows.append(_ours(found))
     for model in paper.MODELS:
         for data in paper.DATA:
             case = Case(model=model, data=data, context=paper.CONTEXTS[0])
-            rows += _rows([run_cell(steps, case, small)], *paper.RANGES_256K)
+            cells.append(run_cell(steps, case, small))
+            rows += _rows(cells[-1:], *paper.RANGES_256K)
     slopes = _slopes(steps, piped)
     falls = [row.simulated for row in slopes]
     orders = {
-        "balanced > naive > static in all cells at 2M": right,
+        f"{_ORDER} at 2M": not _out_of_order(cells, paper.CONTEXTS[-1]),
+        f"{_ORDER} at 256K": not _out_of_order(cells, paper.CONTEXTS[0]),
         "static falls most with the context, balanced least": falls == sorted(falls, reverse=True),
     }
     words = (
-        f"{large} steps at 2M without pipelines, {piped} with, {small} at 256K; static an eighth of them or 2; "
-        "data by Figure 4; static packs are dealt in the order in which they come",
+        f"{large} steps at 2M without pipelines, {piped} with, {small} at 256K (static: "
+        f"{', '.join(str(steps.static_count(number)) for number in (large, piped, small))}); per doubling: {piped} "
+        "steps, geometric mean from 256K to 2M, and the least and most of the three; data by Figure 4; static packs "
+        "are dealt in the order in which they come",
+        *(f"in the wrong order: {words}" for at in paper.CONTEXTS for words in _out_of_order(cells, at)),
         *(_spread_words(model) for model in paper.MODELS),
         "43 of the 48 pairs of bars could not be read and are not here; those at 256K are known by their range only",
     )
     title = "throughput over that of static"
     return Figure(key="figure-17", title=title, rows=(*rows, *slopes), words=words, orders=orders)
+
+
+def _out_of_order(cells: list[Found], context: int) -> list[str]:
+    """Cells of that context in which balanced is not above naive, or naive not above static."""
+    of_context = [found for found in cells if found.case.context == context]
+    return [_where(found.case) for found in of_context if not found.balanced.value > found.naive.value > 1]
+
+
+def _choices(case: Case) -> tuple[Choice, ...]:
+    """What the cell depends on: all models' layers are made from that of LLaMA-7B."""
+    return ("backward", "stages") if case.model in STAGES else ("backward",)
 
 
 def _rows(found: list[Found], naive: float | paper.Range, balanced: float | paper.Range) -> list[Row]:
@@ -103,6 +120,7 @@ def _rows(found: list[Found], naive: float | paper.Range, balanced: float | pape
                 layouts=(min(means), max(means)) if len(means) > 1 else None,
                 limit=LIMIT,
                 note=note,
+                choices=_choices(case),
             )
         )
     return rows
@@ -135,6 +153,7 @@ def _slopes(steps: Steps, count: int) -> list[Row]:
                 simulated=float((found[0] / found[-1]) ** (1 / (found.size - 1))),
                 spread=(float(falls.min()), float(falls.max())),
                 limit=LIMIT,
+                choices=_choices(cases[0]),
             )
         )
     return rows

@@ -89,5 +89,5 @@ def speedup(static: Sequence[Step], steps: Sequence[Step], extra_s: float = 0.0)
     tokens = np.array([step.tokens for step in steps], dtype=np.float64)
     each = tokens / seconds / base
     value = float(tokens.sum() / seconds.sum() / base)
-    uncertain = float(seconds.std() / seconds.mean() / np.sqrt(seconds.size))
+    uncertain = float(seconds.std(ddof=1) / seconds.mean() / np.sqrt(seconds.size))
     return Speedup(value, float(each.min()), float(each.max()), uncertain)
