@@ -120,12 +120,14 @@ def _timelines(name: str, simulation: Simulation, rival: StrategyRun | None) -> 
     if not runs:
         return None
     stages = _whole(simulation, "stages") or 1
-    steps = max(len(run.steps) for run in runs)
+    steps, number = max(len(run.steps) for run in runs), simulation.shown_step + 1
+    one_of_several = "the first step" if number == 1 else f"step {number:,}"
     return timeline_section(
         name,
         {run.words: run.timeline for run in runs if run.timeline is not None},
         stages,
-        f"This is step {simulation.shown_step + 1} of the {steps} that were simulated. " if steps > 1 else "",
+        f"This is step {number:,} of the {steps:,} that were simulated. " if steps > 1 else "",
+        one_of_several if steps > 1 else "the step",
     )
 
 

@@ -107,8 +107,9 @@ def _static(given: PlanFile, setting: PlanSetting, job: Job) -> StrategyRun:
 def _sentences(own: StrategyRun, static: StrategyRun) -> list[str]:
     """What the simulation says of the plan."""
     step = own.steps[0]
+    which = "the plan's step" if len(own.steps) == 1 else "the first plan's step"
     found = [
-        f"Simulated with the profile's times, the plan's step takes {in_words(step['seconds'])}; ranks compute "
+        f"Simulated with the profile's times, {which} takes {in_words(step['seconds'])}; ranks compute "
         f"{percent(step['computing'])} of it. The optimizer and the sum of gradients are not in it."
     ]
     if static.steps:

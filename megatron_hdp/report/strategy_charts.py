@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hdp.report.chart import (
@@ -23,8 +23,9 @@ from megatron_hdp.report.chart import (
 )
 from megatron_hdp.report.chart import seconds as in_words
 from megatron_hdp.report.palette import KEYS, STATES, fill, hatch
-from megatron_hdp.simulator.files import StrategyRun
+from megatron_hdp.simulator.files import StepNumbers, StrategyRun
 from megatron_hdp.simulator.result import CAUSES
+from megatron_hdp.simulator.strategies import STRATEGIES
 
 RIVAL = "static"
 """The strategy that speed-ups are told against: what people run today."""
@@ -43,9 +44,14 @@ def ran(runs: Sequence[StrategyRun]) -> list[StrategyRun]:
     return [run for run in runs if run.steps]
 
 
+def plans(runs: Sequence[StrategyRun]) -> list[StrategyRun]:
+    """Those that could run the steps and are more than an estimate."""
+    return [run for run in ran(runs) if run.name not in STRATEGIES or not STRATEGIES[run.name].estimate]
+
+
 def rival_of(runs: Sequence[StrategyRun]) -> StrategyRun | None:
-    """Static context parallelism, or else the last one that is not the first."""
-    others = ran(runs)[1:]
+    """Static context parallelism, or else the last plan that is not the first."""
+    others = plans(runs)[1:]
     return next((run for run in others if run.name == RIVAL), others[-1] if others else None)
 
 
@@ -57,6 +63,16 @@ def short(run: StrategyRun) -> str:
 def step_seconds(run: StrategyRun) -> float:
     """Mean over steps."""
     return mean([step["seconds"] for step in run.steps])
+
+
+def share(run: StrategyRun, part: Callable[[StepNumbers], float]) -> float:
+    """Seconds of a part over those of all steps, as `megatron-hdp simulate` counts it."""
+    return math.fsum(map(part, run.steps)) / math.fsum(step["seconds"] for step in run.steps)
+
+
+def computing(run: StrategyRun) -> float:
+    """Share of all steps' seconds in which a rank computes."""
+    return share(run, lambda step: step["computing"] * step["seconds"])
 
 
 def throughput(run: StrategyRun) -> float:
@@ -75,9 +91,9 @@ def tiles(runs: Sequence[StrategyRun]) -> tuple[Tile, ...]:
         found.append(
             Tile(value=rate(throughput(rival)), words=f"with {short(rival)}, {in_words(step_seconds(rival))} a step")
         )
-    computing = [mean([step["computing"] for step in run.steps]) for run in (own, rival) if run is not None]
-    words = "of the time GPUs compute" + (f"; {percent(computing[1])} with {short(rival)}" if rival is not None else "")
-    found.append(Tile(value=percent(computing[0]), words=words))
+    words = "of the time GPUs compute"
+    words += f"; {percent(computing(rival))} with {short(rival)}" if rival is not None else ""
+    found.append(Tile(value=percent(computing(own)), words=words))
     return tuple(found)
 
 
@@ -86,13 +102,14 @@ def comparison_section(name: str, runs: Sequence[StrategyRun]) -> Section:
     able, own = ran(runs), ran(runs)[0]
     rival = rival_of(runs)
     steps = len(own.steps)
-    best = min(able[1:], key=step_seconds, default=None)
+    best = min(plans(runs)[1:], key=step_seconds, default=None)
     heading = f"{capital(short(own))} needs {in_words(step_seconds(own))} a step"
     if rival is not None:
         ratio = faster(step_seconds(own), step_seconds(rival))
         heading += f", {short(rival)} {in_words(step_seconds(rival))}: {short(own)} is {ratio}"
     if best is not None and best is not rival:
-        heading += f"; next best is {best.words}, {in_words(step_seconds(best))}"
+        place = "next best is" if step_seconds(best) >= step_seconds(own) else "faster is"
+        heading += f"; {place} {best.words}, {in_words(step_seconds(best))}"
     spread = f" Thin lines are the standard deviation over {steps} steps." if steps > 1 else " It is one step."
     chart = Chart(
         name=f"{name}-steps",
@@ -141,14 +158,14 @@ def _row(run: StrategyRun, own: StrategyRun) -> tuple[str, ...]:
     if not run.steps:
         return (run.words, f"cannot run: {run.failed}", "", "", "", "", "")
     times = [step["seconds"] for step in run.steps]
-    mfus = [step["mfu"] for step in run.steps if step["mfu"] is not None]
+    known = all(step["mfu"] is not None for step in run.steps)
     return (
         run.words,
         in_words(mean(times)),
         in_words(deviation(times)),
         digits(throughput(run)),
-        percent(mean([step["computing"] for step in run.steps])),
-        percent(mean(mfus)) if mfus else "not known",
+        percent(computing(run)),
+        percent(share(run, lambda step: (step["mfu"] or 0.0) * step["seconds"])) if known else "not known",
         f"{digits(mean(times) / step_seconds(own))} × the time",
     )
 

@@ -40,10 +40,13 @@ _GROUPS = 16
 """Rows of a raster's table."""
 
 
-def timeline_section(name: str, timelines: Mapping[str, Timeline], stages: int, words: str = "") -> Section:
+def timeline_section(
+    name: str, timelines: Mapping[str, Timeline], stages: int, words: str = "", step: str = "the step"
+) -> Section:
     """Rasters of all timelines on one time axis, and a zoom; name of the way to run -> its timeline.
 
-    The last one is the one whose ranks are chosen for the zoom.
+    The last one is the one whose ranks are chosen for the zoom. ``step`` says which of several it is: other steps have
+    other shares.
     """
     found = {words: segments(timeline, stages) for words, timeline in timelines.items()}
     lanes = max(int(one.lane.max()) + 1 for one in found.values())
@@ -54,7 +57,7 @@ def timeline_section(name: str, timelines: Mapping[str, Timeline], stages: int, 
         title="What every rank does when",
         words=f"{words}All rows share one time axis, so that equal distances are equal times.",
         charts=(
-            _raster_chart(f"{name}-raster", found, lanes, stages, most),
+            _raster_chart(f"{name}-raster", found, lanes, stages, most, step),
             _zoom_chart(f"{name}-zoom", _counts_heading(timelines, stages), found, chosen, stages),
         ),
     )
@@ -127,7 +130,7 @@ def _lane_words(lane: int, stages: int) -> str:
     return f"rank {rank:,}, stage {stage}" if stages > 1 else f"rank {rank:,}"
 
 
-def _raster_chart(name: str, found: Mapping[str, Segments], lanes: int, stages: int, most: float) -> Chart:
+def _raster_chart(name: str, found: Mapping[str, Segments], lanes: int, stages: int, most: float, step: str) -> Chart:
     shown = shown_lanes(lanes, stages, _ROWS)
     planes = {words: raster(one, shown, most, _COLUMNS) for words, one in found.items()}
     used = sorted({int(state) for cells in planes.values() for state in np.unique(cells)})
@@ -135,7 +138,7 @@ def _raster_chart(name: str, found: Mapping[str, Segments], lanes: int, stages: 
     number = f"all {lanes:,} {what}" if shown.size == lanes else f"{shown.size:,} of {lanes:,} {what}, evenly chosen"
     shares = {words: float(computing_share(one, lanes).mean()) for words, one in found.items()}
     last, *others = reversed(shares)
-    heading = f"With {_short(last)} ranks compute {percent(shares[last])} of the time"
+    heading = f"With {_short(last)} ranks compute {percent(shares[last])} of {step}"
     heading += "".join(f", with {_short(words)} {percent(shares[words])}" for words in others)
     rows_at, ticks = _rows(shown, stages)
     gap = 0.09

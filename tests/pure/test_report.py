@@ -185,6 +185,51 @@ def test_a_loss_is_called_a_loss():
     assert "HDP is equally fast" in found["steps"]
 
 
+def test_an_estimate_is_no_rival():
+    """blocks is the best that an idea could do, and comes last."""
+    blocks = run_of("blocks", "blocks (estimate)", 9.0)
+    pow2, naive = run_of("pow2", "dynamic CP, powers of two", 11.0), run_of("naive", "ByteScale, naive", 12.0)
+    found = headings(part_of(run_of("hdp", "HDP", 10.0), pow2, naive, run_of("static", "static CP", 30.0), blocks))
+    assert found["steps"] == (
+        "HDP needs 10.0 s a step, static CP 30.0 s: HDP is 3.00 times as fast; next best is dynamic CP, powers of two, "
+        "11.0 s"
+    )
+    found = headings(part_of(run_of("hdp", "HDP", 10.0), pow2, naive, blocks))
+    assert found["steps"].startswith("HDP needs 10.0 s a step, ByteScale 12.0 s: ")
+    assert headings(part_of(run_of("hdp", "HDP", 10.0), blocks))["steps"] == "HDP needs 10.0 s a step"
+
+
+def test_a_rival_that_wins_is_faster():
+    pow2, static = run_of("pow2", "dynamic CP, powers of two", 9.5), run_of("static", "static CP", 30.0)
+    found = headings(part_of(run_of("hdp", "HDP", 10.0), pow2, static))
+    assert found["steps"].endswith("3.00 times as fast; faster is dynamic CP, powers of two, 9.50 s")
+
+
+def test_shares_are_of_the_seconds_of_all_steps():
+    """As `megatron-hdp simulate` counts: a step of 1 s that computes wholly, and one of 9 s that never does."""
+    whole, never = (
+        run_of("hdp", "HDP", 1.0, computing=1.0, idle={"ring": 0.0}),
+        run_of("hdp", "HDP", 9.0, computing=0.0),
+    )
+    steps = ({**whole.steps[0], "mfu": 0.5}, {**never.steps[0], "mfu": 0.1})
+    part = part_of(dataclasses.replace(whole, steps=steps))
+    assert part.tiles[-1].value == "10 %"
+    charts = {one.name.split("-", 1)[1]: one for section in part.sections for one in section.charts}
+    assert charts["steps"].table.rows[0][4:6] == ("10 %", "14 %")
+    assert charts["idle"].table.rows[0][1].endswith("(10 %)")
+
+
+def test_timelines_say_which_step_they_are():
+    made = simulation()
+    for changed, words in (
+        (made, " of the first step, with static CP "),
+        (dataclasses.replace(made, shown_step=1), " of step 2, with static CP "),
+        (simulation(seeds=(0,)), " of the step, with static CP "),
+    ):
+        part = parts_of([SimulationFile(Path("x"), changed)], PlanSetting())[0]
+        assert words in headings(part)["raster"]
+
+
 def test_error_bars_are_the_deviation_over_steps():
     part = part_of(run_of("hdp", "HDP", 9.0, 11.0), run_of("static", "static CP", 30.0, 30.0))
     steps = next(one for s in part.sections for one in s.charts if one.name.endswith("-steps"))
