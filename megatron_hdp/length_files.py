@@ -94,7 +94,8 @@ def _json_length(text: str, path: Path, number: int, field: str | None) -> int:
     name = next((n for n in ([field] if field is not None else ["length", "tokens"]) if n in record), None)
     if name is None:
         wanted = f"no field {field!r}" if field is not None else "neither a field 'length' nor 'tokens'"
-        raise DataError(f"{path}, {where}: {wanted} (fields: {', '.join(map(str, record)) or 'none'}); name one")
+        listed = ", ".join(map(str, record)) or "none"
+        raise DataError(f"{path}, {where}: {wanted} (fields: {listed}); name one with --field")
     value = record[name]
     return len(value) if isinstance(value, list) else _whole(value, path, f"{where}, field {name!r}")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     from megatron_hdp.cost import CostModel
 
 
+def _unset(metavar: str, default: str) -> Any:
+    """For flags that are None when nobody gives them: what that means, which "None" does not say."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanSetting:
     """What a plan's file does not say. Only plans need it; give what the plan was made with."""
 
     profile: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "bytescale"
     """What things cost: bytescale, h100, or a profile's JSON file."""
-    layer: str | None = None
-    """Layer of the profile, by name. Default: the profile's own default."""
-    layers_per_stage: int | None = None
-    """Layers of one pipeline stage. Default: 32 over the stages."""
+    layer: Annotated[str | None, _unset("NAME", "the profile's own default")] = None
+    """Layer of the profile, by name."""
+    layers_per_stage: Annotated[int | None, _unset("INT", "32 over the stages")] = None
+    """Layers of one pipeline stage."""
     stages: int = 1
     """Pipeline stages."""
     virtual_stages: int = 1
@@ -49,15 +54,19 @@ class PlanSetting:
 class ReportFlags:
     """Flags of `megatron-hdp report`."""
 
-    inputs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    inputs: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="FILE|FOLDER ...", help_behavior_hint="(required)"),
+    ] = ()
     """Plans (plan --json), simulations (simulate --json), logs of training runs (--hdp-log), folders of --hdp-timeline;
     any number and mix of them."""
     out: Annotated[Path, tyro.conf.arg(metavar="OUT")] = Path("report.html")
     """The page."""
-    title: str | None = None
-    """Its title. Default: that of the input."""
-    png: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    title: Annotated[str | None, _unset("TEXT", "that of the input")] = None
+    """Its title."""
+    png: Annotated[Path | None, _unset("FOLDER", "none")] = None
     """Also write every chart as a PNG file; needs Chromium or Chrome."""
-    trace: Annotated[Path | None, tyro.conf.arg(metavar="OUT")] = None
+    trace: Annotated[Path | None, _unset("OUT", "not written")] = None
     """Also write the timelines of the first simulation or plan as a trace, for ui.perfetto.dev or chrome://tracing."""
     setting: Annotated[PlanSetting, tyro.conf.arg(name="")] = field(default_factory=PlanSetting)

@@ -9,12 +9,12 @@ import tyro
 
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.plan_flags import Size, check_output, parse_sizes
-from megatron_hdp.simulate.model import ModelFlags
+from megatron_hdp.simulate.model import ModelFlags, unset
 
 SWEEPS = ("tokens-per-rank", "ranks", "context", "bandwidth", "offload")
 """What --sweep knows."""
-_Out = Annotated[Path | None, tyro.conf.arg(metavar="OUT")]
-_Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...")]
+_Out = Annotated[Path | None, unset("OUT", "not written")]
+_Layout = Annotated[int | None, unset("INT", "what is assumed for the model in the ByteScale paper")]
 _MOST_GPUS = 1 << 20
 _MOST_STEPS = 1000
 _MOST_GIB = 1 << 20
@@ -36,33 +36,34 @@ class SimulateFlags:
     """Capacity, tokens that one rank holds in one micro-batch (--hdp-tokens-per-rank)."""
     batch_tokens: Size = "32M"
     """Tokens of a step (--hdp-batch-tokens)."""
-    tp: int | None = None
-    """Tensor-parallel size. Default, as for the next three: what is assumed for the model in the ByteScale paper."""
-    stages: int | None = None
+    tp: _Layout = None
+    """Tensor-parallel size."""
+    stages: _Layout = None
     """Pipeline stages."""
-    virtual_stages: int | None = None
+    virtual_stages: _Layout = None
     """Model parts of a stage, for interleaved schedules."""
-    expert_group: int | None = None
+    expert_group: _Layout = None
     """Consecutive ranks that share experts and need equal numbers of micro-batches."""
     profile: Annotated[str, tyro.conf.arg(metavar="NAME|FILE", aliases=["--hardware"])] = "bytescale"
     """What things cost: bytescale, h100, or a profile's JSON file. What a layer of the model costs is derived from it
     where it has none of that name."""
-    cluster: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
-    """Machines and links: a cluster that ships with the package (bytescale, h100, h100-4-nics), or its YAML file.
-    Default: the one that is called like the profile, else what the profile says of them."""
+    cluster: Annotated[
+        str | None, unset("NAME|FILE", "the one that is called like the profile, else what the profile says of them")
+    ] = None
+    """Machines and links: a cluster that ships with the package (bytescale, h100, h100-4-nics), or its YAML file."""
     recompute: Literal["none", "full"] = "none"
     """Full: every stage runs forward again ahead of backward."""
     offload: bool = False
     """Let activations of long sequences leave for host memory where the copy is free."""
-    host_gib: float | None = None
-    """Host memory for that, of one GPU, all micro-batches in flight. Default: the profile's share of its node, or no
-    limit."""
-    device_gib: float | None = None
-    """Memory of a GPU, which bounds the capacity that is looked for. Default: the cluster's or the profile's, or else
-    74.5, which are 80 GB."""
-    strategies: _Names = None
-    """Ways to train that are compared, besides hdp. Default: all."""
-    sweep: _Names = None
+    host_gib: Annotated[float | None, unset("FLOAT", "the profile's share of its node, or no limit")] = None
+    """Host memory for that, of one GPU, all micro-batches in flight."""
+    device_gib: Annotated[
+        float | None, unset("FLOAT", "the cluster's or the profile's, or else 74.5, which are 80 GB")
+    ] = None
+    """Memory of a GPU, which bounds the capacity that is looked for."""
+    strategies: Annotated[str | None, unset("NAME,NAME,...", "all")] = None
+    """Ways to train that are compared, besides hdp."""
+    sweep: Annotated[str | None, unset("NAME,NAME,...", "none")] = None
     """Also simulate one step at other values of: tokens-per-rank, ranks, context, bandwidth (across nodes), offload
     (host memory)."""
     search: bool = True
@@ -71,11 +72,10 @@ class SimulateFlags:
     """Steps to simulate, from the first of the run."""
     seed: int = 1234
     """Seed of the data order (--seed), or of the draw from a mix."""
-    field: str | None = None
+    field: Annotated[str | None, unset("NAME", "length, then tokens, then the only column")] = None
     """Field or column of the file, as for `megatron-hdp lengths`."""
-    megatron_checkout: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """For the strategy megatron: a tree of Megatron-LM's dev branch, whose scheduler then plans. Default: the installed
-    one."""
+    megatron_checkout: Annotated[Path | None, unset("FOLDER", "the installed scheduler")] = None
+    """For the strategy megatron: a tree of Megatron-LM's dev branch, whose scheduler then plans."""
     json: _Out = None
     """Write everything here, with timelines of the first step, for `megatron-hdp report`."""
     trace: _Out = None

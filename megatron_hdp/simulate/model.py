@@ -29,32 +29,42 @@ _MEASURED = re.compile(
 simulated."""
 
 
+def unset(metavar: str, default: str) -> Any:
+    """For flags that are None when nobody gives them: what that means, which "None" does not say."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+_Size = Annotated[int | None, unset("INT", "the model's")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """Flags of the model, a part of those of `megatron-hdp simulate`."""
 
-    model: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    model: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(this or --layer is needed)")] = None
     """llama-7b, llama-13b, llama-30b, llama-70b, mixtral-8x7b or mixtral-8x22b. Sizes below change it."""
-    layer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    layer: Annotated[str | None, unset("NAME", "what is derived for the model")] = None
     """Or: a layer of the profile, whose coefficients are taken as they are. A layer that was measured by
     `python -m megatron_hdp profile` has its sizes in its name; --layers and --vocab say the rest."""
-    layers: int | None = None
+    layers: _Size = None
     """Layers of the model."""
-    hidden: int | None = None
+    hidden: _Size = None
     """Hidden size (--hidden-size)."""
-    ffn: int | None = None
+    ffn: _Size = None
     """Width of the MLP, of one expert (--ffn-hidden-size)."""
-    heads: int | None = None
+    heads: _Size = None
     """Query heads of the whole model (--num-attention-heads)."""
-    kv_heads: int | None = None
+    kv_heads: _Size = None
     """Key/value heads of the whole model (--num-query-groups)."""
-    head_dim: int | None = None
-    """Size of a head (--kv-channels). Default: the hidden size over the heads."""
-    vocab: int | None = None
+    head_dim: Annotated[
+        int | None, unset("INT", "the model's; where --hidden or --heads is given, hidden size over heads")
+    ] = None
+    """Size of a head (--kv-channels)."""
+    vocab: _Size = None
     """Entries of the vocabulary."""
-    experts: int | None = None
+    experts: _Size = None
     """Experts of a layer (--num-experts); 1 for a dense model."""
-    experts_per_token: int | None = None
+    experts_per_token: _Size = None
     """Experts that a token meets (--moe-router-topk)."""
 
     def model_of(self, profile: "Profile") -> "Model":
@@ -62,6 +72,12 @@ class ModelFlags:
         from megatron_hdp.simulator.models import MODELS, model_of
 
         given = self._given()
+        if self.model is not None and self.model not in MODELS:
+            raise ConfigError(
+                f"--model {self.model!r} is not known: choose one of {', '.join(MODELS)}; or for another model the one "
+                "most like it, and change its sizes with --layers, --hidden, --ffn, --heads, --kv-heads, --vocab and "
+                "others (docs/simulate.md, Your own model)"
+            )
         base = None if self.model is None else model_of(self.model)
         if self.layer is not None:
             return self._of_layer(self.layer, profile, base, given)

@@ -1,13 +1,18 @@
 """What `megatron-hdp simulate` refuses, and which model its flags mean."""
 
 import dataclasses
+import logging
 import re
+import sys
+import types
 
+import numpy as np
 import pytest
 
 from megatron_hdp import cli, length_source
-from megatron_hdp.cost import load_profile
-from megatron_hdp.errors import ConfigError
+from megatron_hdp.cost import CostModel, load_profile
+from megatron_hdp.errors import ConfigError, PlanError
+from megatron_hdp.plan_step import MEGATRON, PlanOptions
 from megatron_hdp.profiler.match import layer_name
 from megatron_hdp.simulate.flags import SimulateFlags
 from megatron_hdp.simulate.model import ModelFlags
@@ -31,7 +36,11 @@ def run(capsys, changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"--model": "gpt-5"}, "'gpt-5'.*choose one of llama-7b, llama-13b, .*mixtral-8x22b"),
+        (
+            {"--model": "gpt-5"},
+            "--model 'gpt-5' is not known: choose one of llama-7b, llama-13b, .*mixtral-8x22b; or for another model "
+            r"the one most like it, and change its sizes with --layers, .*\(docs/simulate.md, Your own model\)",
+        ),
         ({"--model": None}, "--model is missing: choose one of llama-7b, "),
         ({"--gpus": "1001"}, r"--gpus is 1,001, and a rank has 2 x 1 GPUs .*multiple of 2, such as 1000 or 1002"),
         ({"--gpus": "0"}, "--gpus is 0: it must be from 1 to 1,048,576"),
@@ -132,6 +141,56 @@ def test_no_input_is_overwritten(capsys, tmp_path, flag, out):
     assert code == 2
     assert f"{out} is the file of {flag}, which it would overwrite" in err
     assert (tmp_path / "in").read_text() == "1\n"
+
+
+def test_lines_without_a_length_name_the_flag_that_says_the_field(capsys, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"n": 7, "text": "x"}\n')
+    code, out, err = run(capsys, {"--lengths": str(tmp_path / "in.jsonl")})
+    assert (code, out) == (2, "")
+    assert err.endswith(
+        "in.jsonl, line 1: neither a field 'length' nor 'tokens' (fields: n, text); name one with --field\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["simulate", "report"])
+def test_help_says_what_flags_are_that_nobody_gives(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "None" not in words
+    assert "(default: )" not in words
+    expected = {
+        "simulate": [
+            "--tp INT Tensor-parallel size. (default: what is assumed for the model in",
+            "hdp. (default: all)",
+        ],
+        "report": ["--title TEXT Its title. (default: that of the input)"],
+    }
+    assert all(text in words for text in expected[command])
+
+
+def test_only_torch_s_line_about_a_missing_gpu_is_silent(monkeypatch, caplog):
+    """Megatron's scheduler imports torch, which says that there is no GPU; here there need be none."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    scheduler = types.ModuleType("megatron_hdp.seams.scheduler")
+
+    def plan_megatron(*arguments, **options):
+        logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
+        logger.warning("something else")
+        raise PlanError("far enough")
+
+    scheduler.plan_megatron = plan_megatron
+    monkeypatch.setitem(sys.modules, scheduler.__name__, scheduler)
+    options = PlanOptions(num_ranks=2, tokens_per_rank=8, cost=CostModel(load_profile("h100"), 32), algorithm=MEGATRON)
+    with pytest.raises(PlanError, match="far enough"):
+        cli._megatron_planner(options, None)(np.array([8]))
+    logger.warning("No CUDA runtime is found, but later")
+    assert [record.getMessage() for record in caplog.records] == [
+        "something else",
+        "No CUDA runtime is found, but later",
+    ]
 
 
 CLUSTER = """
