@@ -84,7 +84,8 @@ def run(flags: SimulateFlags, megatron: MegatronPlanner | None = None) -> None:
         swept = _sweep(job, compared)
     except HdpError as error:
         raise type(error)(own_words(str(error))) from error
-    sentences = verdict(job.setting, job.batches, compared, found, job.batch_tokens)
+    memory = device_memory(flags, job.setting)
+    sentences = verdict(job.setting, job.batches, compared, found, job.batch_tokens, memory)
     print(
         "\n\n".join(
             [_title(job), render_verdict(sentences), *_tables(compared, found, swept), textwrap.fill(NOTE, 118)]

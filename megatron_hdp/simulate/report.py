@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_hdp.memory import GIB
 from megatron_hdp.simulate.search import STATIC, Search
 from megatron_hdp.simulate.sweeps import Row
-from megatron_hdp.simulate.verdict import CAUSE_WORDS, ratio, seconds
+from megatron_hdp.simulate.verdict import CAUSE_WORDS, computing_of, idle_of, ratio, seconds, share
 from megatron_hdp.simulator.files import StepNumbers, StrategyRun
 from megatron_hdp.simulator.result import CAUSES
 
@@ -22,7 +22,7 @@ NOTE = (
 
 
 def render_strategies(runs: Sequence[StrategyRun]) -> str:
-    """One row per strategy, means over steps; those that cannot run say why."""
+    """One row per strategy, means over steps and shares of all seconds; those that cannot run say why."""
     base = next((run for run in runs if run.name == STATIC and run.failed is None), None)
     several = len(runs[0].steps) > 1
     titles = ["step, s", *(["min", "max"] if several else []), "x static", "tokens/s"]
@@ -33,27 +33,23 @@ def render_strategies(runs: Sequence[StrategyRun]) -> str:
             lines += _cannot(run.name, run.failed)
             continue
         of = seconds(run)
-        mfu = [step["mfu"] for step in run.steps if step["mfu"] is not None]
+        counted = all(step["mfu"] is not None for step in run.steps)
         cells = [
             f"{statistics.mean(of):,.2f}",
             *([f"{min(of):,.2f}", f"{max(of):,.2f}"] if several else []),
             "-" if base is None else f"{ratio(seconds(base), of).whole:.2f}",
             f"{sum(step['tokens'] for step in run.steps) / sum(of):,.0f}",
-            f"{100 * statistics.mean(mfu):.1f}" if mfu else "-",
-            f"{100 * _mean(run, lambda step: step['computing']):.1f}",
+            f"{100 * share(run.steps, lambda step: (step['mfu'] or 0.0) * step['seconds']):.1f}" if counted else "-",
+            f"{100 * share(run.steps, computing_of):.1f}",
             f"{8e-9 * max(step['nic_peak'] for step in run.steps):,.0f}",
-            f"{_mean(run, lambda step: step['plan_seconds']):.2f}",
+            f"{statistics.mean(step['plan_seconds'] for step in run.steps):.2f}",
         ]
         lines.append(f"{run.name:<{_NAME}}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells))
     known = any(step["mfu"] is not None for run in runs for step in run.steps)
-    notes = [f"Means of {len(runs[0].steps)} steps"] if several else []
+    notes = [f"Means of {len(runs[0].steps)} steps, % of all their seconds"] if several else []
     notes += ["x static: times as fast", "NIC: the busiest one's peak over any 10 ms"]
     notes += [] if known else ["MFU needs a --cluster that says what its GPUs could do"]
     return "\n".join([*lines, *textwrap.wrap("; ".join(notes) + ".", _WIDTH)])
-
-
-def _mean(run: StrategyRun, value: Callable[[StepNumbers], float]) -> float:
-    return statistics.mean(map(value, run.steps))
 
 
 def _cannot(name: str, why: str) -> list[str]:
@@ -66,24 +62,20 @@ def _cannot(name: str, why: str) -> list[str]:
 
 
 def render_time(runs: Sequence[StrategyRun]) -> str:
-    """Where the time of a GPU goes: % of the step, mean over GPUs and steps."""
+    """Where the time of a GPU goes: % of all steps' seconds, mean over GPUs."""
     able = [run for run in runs if run.failed is None]
     parts: dict[str, Callable[[StepNumbers], float]] = {
-        "computing": lambda step: step["computing"],
-        "optimizer": lambda step: step["optimizer_seconds"] / step["seconds"],
+        "computing": computing_of,
+        "optimizer": lambda step: step["optimizer_seconds"],
     }
-    parts |= {cause: _share(cause) for cause in CAUSES}
-    shares = {run.name: {part: statistics.mean(map(of, run.steps)) for part, of in parts.items()} for run in able}
-    shown = [part for part in parts if any(share[part] > _SHOWN for share in shares.values())]
+    parts |= {cause: idle_of(cause) for cause in CAUSES}
+    shares = {run.name: {part: share(run.steps, of) for part, of in parts.items()} for run in able}
+    shown = [part for part in parts if any(found[part] > _SHOWN for found in shares.values())]
     lines = [f"{'% of the step':<{_NAME}}" + "".join(f"{part:>{_COLUMN}}" for part in shown)]
-    for name, share in shares.items():
-        lines.append(f"{name:<{_NAME}}" + "".join(f"{100 * share[part]:>{_COLUMN}.1f}" for part in shown))
+    for name, found in shares.items():
+        lines.append(f"{name:<{_NAME}}" + "".join(f"{100 * found[part]:>{_COLUMN}.1f}" for part in shown))
     waits = "; ".join(f"{part}: {CAUSE_WORDS[part]}" for part in shown if part in CAUSE_WORDS)
     return "\n".join([*lines, *textwrap.wrap(f"What a GPU waits for: {waits}." if waits else "", _WIDTH)])
-
-
-def _share(cause: str) -> Callable[[StepNumbers], float]:
-    return lambda step: step["idle"].get(cause, 0.0) / step["seconds"]
 
 
 def render_search(found: Search) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_hdp.errors import HdpError
 from megatron_hdp.plan_flags import own_words
 from megatron_hdp.planner.summary import PICOSECOND, bound_of
+from megatron_hdp.simulate.setting import memory_of, why_no_estimate
 from megatron_hdp.simulator.files import StepNumbers, StrategyRun, step_numbers
 from megatron_hdp.simulator.strategies import (
     STRATEGIES,
@@ -52,6 +53,8 @@ class Comparison:
     floors: tuple[float, ...]
     """Seconds of each step that no plan of its batch with rings across nodes, with this capacity and what hdp offloads,
     can go below: the bound on its span, and what hdp's step has besides."""
+    device_bytes: int | None = None
+    """Peak of a GPU with hdp's plan of the first step; None without an estimate."""
 
     def run(self, name: str) -> StrategyRun | None:
         """The strategy of that name, if it was run and could."""
@@ -83,6 +86,7 @@ def compare(
         HdpError: hdp cannot run. Another strategy that cannot has its reason in `StrategyRun.failed`.
     """
     runs, floors = [], []
+    device_bytes = None
     for name in names:
         steps: list[StepNumbers] = []
         timeline, words, failed = None, STRATEGIES[name].words, None
@@ -100,9 +104,11 @@ def compare(
             steps.append(step_numbers(step.plan, step.result, step.plan_seconds))
             if name == names[0]:
                 floors.append(floor_seconds(step, setting))
+                if number == 0 and why_no_estimate(setting) is None:
+                    device_bytes = memory_of(setting, step.plan, longest).device
         kept_timeline = None if failed else timeline
         runs.append(StrategyRun(name=name, words=words, steps=tuple(steps), failed=failed, timeline=kept_timeline))
-    return Comparison(tuple(runs), tuple(floors))
+    return Comparison(tuple(runs), tuple(floors), device_bytes)
 
 
 def floor_seconds(step: StrategyStep, setting: Setting) -> float:

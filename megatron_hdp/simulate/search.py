@@ -8,13 +8,13 @@ from typing import Any
 from megatron_hdp.errors import HdpError
 from megatron_hdp.lengths import format_size
 from megatron_hdp.measured_layer import choose
-from megatron_hdp.memory import MemoryEstimate, estimate, largest_capacity, sized
+from megatron_hdp.memory import largest_capacity, sized
 from megatron_hdp.plan_flags import own_words
 from megatron_hdp.planner.host import host_peaks
 from megatron_hdp.simulate.runs import Progress
-from megatron_hdp.simulate.setting import can_offload, parallel
+from megatron_hdp.simulate.setting import can_offload, memory_of, parallel, why_no_estimate
 from megatron_hdp.simulator.strategies import Setting, StrategyStep, run_strategy
-from megatron_hdp.types import IntArray, Plan
+from megatron_hdp.types import IntArray
 
 STATIC = "static"
 _SMALLEST = 1024
@@ -91,20 +91,6 @@ def search_rows(found: Search) -> tuple[dict[str, Any], ...]:
         notes += ["best"] if row is found.best else []
         rows.append(data | {"note": ", ".join(note for note in notes if note)})
     return tuple(rows)
-
-
-def why_no_estimate(setting: Setting) -> str | None:
-    """Why a GPU's memory cannot be estimated; None if it can."""
-    if setting.spec.experts > 1:
-        return "models with experts have no estimate of memory (docs/memory.md)"
-    return None
-
-
-def memory_of(setting: Setting, plan: Plan, longest: int) -> MemoryEstimate:
-    """What a GPU needs for a plan of a dense model."""
-    shape, spread, cost = setting.spec.shape, parallel(setting), setting.cost
-    measured = choose(shape, spread, setting.tokens_per_rank, cost).measured
-    return estimate(shape, spread, setting.tokens_per_rank, longest=longest, cost=cost, plan=plan, measured=measured)
 
 
 def candidates(setting: Setting, longest: int, device_bytes: int) -> list[int]:

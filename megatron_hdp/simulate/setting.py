@@ -6,12 +6,14 @@ from typing import Any, Literal
 from megatron_hdp.cost import load_profile
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.lengths import format_size
-from megatron_hdp.memory import Parallel
+from megatron_hdp.measured_layer import choose
+from megatron_hdp.memory import MemoryEstimate, Parallel, estimate
 from megatron_hdp.plan_flags import host_bytes
 from megatron_hdp.simulate.flags import SimulateFlags
 from megatron_hdp.simulator import Cluster, cluster_names, load_cluster
 from megatron_hdp.simulator.models import Model
 from megatron_hdp.simulator.strategies import Setting
+from megatron_hdp.types import Plan
 
 ASSUMED_DEVICE_BYTES = 80 * 10**9
 """Memory of a GPU where nobody says."""
@@ -207,3 +209,17 @@ def parallel(setting: Setting) -> Parallel:
         virtual_stages=setting.virtual_stages,
         recompute=recompute,
     )
+
+
+def why_no_estimate(setting: Setting) -> str | None:
+    """Why a GPU's memory cannot be estimated; None if it can."""
+    if setting.spec.experts > 1:
+        return "models with experts have no estimate of memory (docs/memory.md)"
+    return None
+
+
+def memory_of(setting: Setting, plan: Plan, longest: int) -> MemoryEstimate:
+    """What a GPU needs for a plan of a dense model."""
+    shape, spread, cost = setting.spec.shape, parallel(setting), setting.cost
+    measured = choose(shape, spread, setting.tokens_per_rank, cost).measured
+    return estimate(shape, spread, setting.tokens_per_rank, longest=longest, cost=cost, plan=plan, measured=measured)

@@ -10,8 +10,7 @@ from megatron_hdp.lengths import format_size
 from megatron_hdp.memory import sized
 from megatron_hdp.plan_flags import own_words
 from megatron_hdp.simulate.runs import Progress
-from megatron_hdp.simulate.search import memory_of, why_no_estimate
-from megatron_hdp.simulate.setting import can_offload, check_machines, check_pool
+from megatron_hdp.simulate.setting import can_offload, check_machines, check_pool, memory_of, why_no_estimate
 from megatron_hdp.simulator.strategies import MegatronPlanner, Setting, StrategyStep, run_strategy
 from megatron_hdp.types import IntArray
 

@@ -72,8 +72,8 @@ def test_numbers_are_those_of_the_simulator(capsys):
         assert [mean, least, most] == pytest.approx([statistics.mean(of), min(of), max(of)], abs=0.0051)
         assert times == pytest.approx(sum(seconds["static"]) / sum(of), abs=0.0051)
         assert tokens == pytest.approx(sum(map(int, (b.sum() for b in BATCHES))) / sum(of), abs=0.51)
-        assert mfu == pytest.approx(100 * statistics.mean(s.result.mfu for s in found), abs=0.051)
-        assert compute == pytest.approx(100 * statistics.mean(s.result.computing for s in found), abs=0.051)
+        assert mfu == pytest.approx(100 * sum(s.result.mfu * s.result.seconds for s in found) / sum(of), abs=0.051)
+        assert compute == pytest.approx(100 * sum(s.result.compute.mean() for s in found) / sum(of), abs=0.051)
         assert nic == pytest.approx(8e-9 * max(s.result.nic_peak for s in found), abs=0.51)
         assert row(out, name, table=1)[0] == compute
     gains = [a / b for a, b in zip(seconds["static"], seconds["hdp"])]
@@ -341,6 +341,18 @@ def test_a_gpu_that_is_too_small(capsys):
     best = re.search(r"Best setting for a GPU of 35.00 GiB \(--device-gib\): ([0-9,]+) tokens per rank", flat(out))
     assert int(best[1].replace(",", "")) < 8192
     assert f"--hdp-tokens-per-rank {best[1].replace(',', '')} " in out
+
+
+def test_without_a_search_what_is_asked_for_is_held_against_the_gpu(capsys):
+    asked = [*SMALL, "--steps", 1, "--strategies", "hdp", "--no-search"]
+    plan = run_strategy("hdp", BATCHES[0], SETTING, longest=32 << 10).plan
+    found = estimate(MODELS["llama-7b"].shape, parallel(SETTING), 8192, longest=32 << 10, cost=SETTING.cost, plan=plan)
+    _, out, _ = run(capsys, *asked)
+    assert f"A GPU needs {sized(found.device)} with the settings asked for, and has 74.51 GiB" in flat(out)
+    assert "On the training command:\n" in out
+    _, out, _ = run(capsys, *asked, "--device-gib", 35)
+    assert f"A GPU needs {sized(found.device)} with the settings asked for, which does not fit its 35.00" in flat(out)
+    assert "On the training command, though it does not fit a GPU:\n  --hdp " in out
 
 
 def test_offload_flags_for_training(capsys):

@@ -1,5 +1,7 @@
 """Sentences of the verdict, from steps made up for it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -39,9 +41,10 @@ def ran(name, words, *steps):
     return StrategyRun(name=name, words=words, steps=steps)
 
 
-def sentences(hdp, *others, floors=None, found=None):
-    compared = Comparison((hdp, *others), floors or tuple(0.9 * step["seconds"] for step in hdp.steps))
-    return verdict(SETTING, [BATCH] * len(hdp.steps), compared, found, 4 << 20)
+def sentences(hdp, *others, floors=None, found=None, gib=10.0, setting=SETTING):
+    floors = floors or tuple(0.9 * step["seconds"] for step in hdp.steps)
+    compared = Comparison((hdp, *others), floors, None if gib is None else int(gib * GIB))
+    return verdict(setting, [BATCH] * len(hdp.steps), compared, found, 4 << 20, (80 * GIB, "cluster h100"))
 
 
 HDP = ran("hdp", "HDP", numbers(2.0, sync=0.05), numbers(4.0, sync=0.05))
@@ -65,7 +68,7 @@ def test_worth_it():
 def test_plans_that_take_longer_than_steps_are_told():
     late = ran("hdp", "HDP", numbers(0.3) | {"plan_seconds": 0.8})
     assert not any("Planning" in sentence for sentence in sentences(HDP))
-    assert sentences(late)[-2] == (
+    assert sentences(late)[-3] == (
         "Planning a step took 0.80 s on this machine, longer than the step, which the seconds above leave out: "
         "training would wait for its plans."
     )
@@ -79,6 +82,18 @@ def test_an_estimate_is_no_plan():
         "No plan, but the best that its idea could do: blocks, 2.90 s a step. HDP is 0.97 times as fast (0.72 to "
         "1.45 in 2 steps)."
     )
+
+
+def test_a_rival_that_wins_is_said_to_be_faster():
+    hdp = ran("hdp", "HDP", numbers(75.22))
+    found = sentences(hdp, ran("pow2", "dynamic CP, powers of two", numbers(75.16)))
+    assert found[1] == "Of the other ways, dynamic CP, powers of two (pow2) is 0.1 % faster than HDP, 75.16 s a step."
+    equal = sentences(hdp, ran("pow2", "dynamic CP, powers of two", numbers(75.21)))
+    assert equal[1] == (
+        "Of the other ways, dynamic CP, powers of two (pow2) comes closest: it is as fast as HDP, 75.21 s a step."
+    )
+    slower = sentences(hdp, ran("ulysses", "Ulysses, 8 ranks", numbers(150.44)))
+    assert slower[1] == "Of the other ways, Ulysses, 8 ranks (ulysses) comes closest: HDP is 2.00 times as fast."
 
 
 @pytest.mark.parametrize(
@@ -108,6 +123,18 @@ def test_why():
     )
     alone = next(sentence for sentence in sentences(hdp) if sentence.startswith("Why"))
     assert alone.endswith("need no transfers. The GPUs compute 100 % of the step.")
+
+
+def test_shares_are_of_the_seconds_of_all_steps():
+    """A step of 1 s that computes wholly and one of 9 s that does not compute at all are 10 % of computing."""
+    hdp = ran("hdp", "HDP", numbers(1.0) | {"mfu": 0.5}, numbers(9.0, ring=4, sync=1.0) | {"mfu": 0.1})
+    why = next(s for s in sentences(hdp) if s.startswith("Why"))
+    assert why.endswith("The GPUs compute 10 % of the step and wait for the slowest rank 90 %.")
+    words = render_strategies((hdp,)).splitlines()[1].split()
+    assert words[6:8] == ["14.0", "10.0"]  # MFU and computing
+    time = [line.split() for line in render_time((hdp,)).splitlines()]
+    assert time[0][-2:] == ["computing", "sync"]
+    assert time[1] == ["hdp", "10.0", "90.0"]
 
 
 def test_static_on_one_rank_sends_nothing():
@@ -140,12 +167,12 @@ def test_best_setting_and_its_flags():
     said = sentences(HDP, found=found)
     assert (
         "Best setting for a GPU of 80.00 GiB (--device-gib): 16,384 tokens per rank with offload, a first step of "
-        "1.50 s, 25.0 % less than as asked. It needs 41.00 GiB and 12.30 GiB of host memory for each GPU, 98.40 GiB "
-        "for a node." in said
+        "1.50 s, 25.0 % shorter than with the settings asked for, which need 10.00 GiB. It needs 41.00 GiB and 12.30 "
+        "GiB of host memory for each GPU, 98.40 GiB for a node." in said
     )
     assert (
         "Each at its best: static context parallelism is fastest with 16,384 tokens per rank, a first step of 5.40 s; "
-        "HDP is then 3.60 times as fast." in said
+        "with its own best setting, HDP is 3.60 times as fast." in said
     )
     assert said[-1].endswith(
         "--hdp-tokens-per-rank 16384 --hdp-batch-tokens 4194304 --seq-length 32768 --hdp-offload --hdp-offload-gib 13"
@@ -166,6 +193,64 @@ def test_asked_setting_is_best():
     assert any(s.endswith("a first step of 2.00 s, as asked. It needs 10.00 GiB.") for s in said)
 
 
+@pytest.mark.parametrize(
+    ("static", "lead", "fair"),
+    [(2.2, "HDP is worth it", "1.10"), (2.1, "HDP helps a little", "1.05"), (2.0, "HDP is hardly worth it", "1.00")],
+)
+def test_best_settings_of_both_decide_where_they_are_known(static, lead, fair):
+    rows = (tried(8192, 2.0, static=8.0), tried(16384, 2.1, static=static), tried(32768, 2.0, static=1.0, fits=False))
+    run = ran("static", "static CP, ring of 4", numbers(8.0), numbers(16.0))
+    first = sentences(HDP, run, found=Search(rows, 80 * GIB, "cluster h100", None))[0]
+    assert first.startswith(f"{lead}")
+    assert first.endswith(
+        "with static CP, ring of 4, 12.00 s. HDP is 4.00 times as fast (4.00 to 4.00 in 2 steps) at 8K tokens per "
+        f"rank; with each at its best capacity {fair} times as fast, by the first step."
+    )
+    nothing_fits = tuple(dataclasses.replace(row, fits=False) for row in rows)
+    first = sentences(HDP, run, found=Search(nothing_fits, 80 * GIB, "cluster h100", None))[0]
+    assert first.startswith("HDP is worth it: ")
+    assert first.endswith("HDP is 4.00 times as fast (4.00 to 4.00 in 2 steps).")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(1.9, "5.0 % shorter than with"), (2.01, "0.5 % longer than with"), (2.0001, "as long as with")],
+)
+def test_the_best_setting_against_the_one_asked_for(seconds, words):
+    """A smaller capacity is better even if its step is a little longer."""
+    found = Search((tried(4096, seconds, gib=9), tried(8192, 2.0, gib=11)), 80 * GIB, "cluster h100", None)
+    said = next(s for s in sentences(HDP, found=found, gib=11) if s.startswith("Best"))
+    assert said.endswith(f" s, {words} the settings asked for, which need 11.00 GiB. It needs 9.00 GiB.")
+
+
+def test_what_the_settings_asked_for_need_is_said_without_a_search():
+    assert sentences(HDP, gib=79.5)[-2:] == (
+        "A GPU needs 79.50 GiB with the settings asked for, and has 80.00 GiB (cluster h100).",
+        "On the training command: --hdp --hdp-tokens-per-rank 8192 --hdp-batch-tokens 4194304 --seq-length 32768",
+    )
+    assert sentences(HDP, gib=80.5)[-2:] == (
+        "A GPU needs 80.50 GiB with the settings asked for, which does not fit its 80.00 GiB (cluster h100). Lower "
+        "--tokens-per-rank, use more --tp or --stages, or --recompute full, or leave out --no-search to look for what "
+        "fits.",
+        "On the training command, though it does not fit a GPU: --hdp --hdp-tokens-per-rank 8192 --hdp-batch-tokens "
+        "4194304 --seq-length 32768",
+    )
+    experts = dataclasses.replace(SETTING, model=MODELS["mixtral-8x7b"], gpus=128)
+    assert sentences(HDP, gib=None, setting=experts)[-2] == (
+        "What a GPU needs is not known, because models with experts have no estimate of memory (docs/memory.md)."
+    )
+
+
+def test_flags_that_do_not_fit_are_marked_where_nothing_fits():
+    found = Search((tried(8192, 2.0, gib=95, fits=False), tried(4096, 3.0, gib=90, fits=False)), 80 * GIB, "x", None)
+    said = sentences(HDP, found=found, gib=95)
+    assert said[-2].startswith(
+        "Best setting: none of those tried fits a GPU of 80.00 GiB (x); the least that any needs is 90.00 GiB, the one "
+        "asked for 95.00 GiB."
+    )
+    assert said[-1].startswith("On the training command, though it does not fit a GPU: --hdp ")
+
+
 def test_tables_are_not_wider_than_a_terminal():
     failed = StrategyRun(name="ulysses", words="", steps=(), failed="heads " * 60)
     runs = (HDP, ran("static", "static CP", numbers(9e5), numbers(8e5)), failed)
@@ -174,5 +259,5 @@ def test_tables_are_not_wider_than_a_terminal():
         [render_strategies(runs), render_time(runs[:2]), render_sweep("ranks", rows, ["hdp", "static", "pow2"])]
     )
     assert max(map(len, text.splitlines())) <= 120
-    assert "MFU needs a --cluster" in text
+    assert "MFU needs a --cluster" in " ".join(text.split())
     assert render_verdict(["a " * 100, "On the command: --hdp " + "--x " * 90]).count("\n") == 3
