@@ -186,7 +186,8 @@ def _read_parquet(path: Path, field: str | None) -> IntArray:
             wanted = [field] if field is not None else ["length", "tokens", *(names if len(names) == 1 else [])]
             name = next((n for n in wanted if n in names), None)
             if name is None:
-                raise DataError(f"{path}: no column {' or '.join(map(repr, wanted))} (columns: {', '.join(names)})")
+                missing = f"no column {' or '.join(map(repr, wanted))} (columns: {', '.join(names)})"
+                raise DataError(f"{path}: {missing}; name one with --field")
             row, parts = 0, [np.empty(0, np.int64)]
             for batch in file.iter_batches(columns=[name]):
                 parts.append(_arrow_lengths(arrow, batch.column(0), path, name, row))

@@ -182,7 +182,7 @@ def test_parquet_reads_numbers_and_lists(tmp_path):
         ({"length": [1, None, 3]}, None, "row 2: column 'length' has no value"),
         ({"tokens": [[1], None]}, None, "row 2: column 'tokens' has no value"),
         ({"length": [1.0, 2.0]}, None, "column 'length' holds double"),
-        ({"a": [1], "b": [2]}, None, "no column 'length' or 'tokens' .columns: a, b"),
+        ({"a": [1], "b": [2]}, None, "no column 'length' or 'tokens' .columns: a, b.; name one with --field"),
         ({"a": [1], "b": [2]}, "c", "no column 'c'"),
         ({"length": np.array([], np.int64)}, None, "no lengths"),
     ],
