@@ -276,7 +276,8 @@ def _settings(setting: Setting, compared: Comparison, found: Search) -> list[str
     elif asked is not None and asked.seconds is not None:
         text += f", {_shorter(best.seconds, asked.seconds)} the settings asked for"
         text += "" if asked.device_bytes is None else f", which need {sized(asked.device_bytes)}"
-    needs = "" if best.device_bytes is None else f" It needs {sized(best.device_bytes)}"
+    which = "It" if asked is best else "The best one"
+    needs = "" if best.device_bytes is None else f" {which} needs {sized(best.device_bytes)}"
     node = setting.machines.gpus_per_node
     host = f" and {sized(best.host_bytes)} of host memory for each GPU, {sized(node * best.host_bytes)} for a node"
     needs += f"{host}." if best.offload else "."

@@ -167,8 +167,8 @@ def test_best_setting_and_its_flags():
     said = sentences(HDP, found=found)
     assert (
         "Best setting for a GPU of 80.00 GiB (--device-gib): 16,384 tokens per rank with offload, a first step of "
-        "1.50 s, 25.0 % shorter than with the settings asked for, which need 10.00 GiB. It needs 41.00 GiB and 12.30 "
-        "GiB of host memory for each GPU, 98.40 GiB for a node." in said
+        "1.50 s, 25.0 % shorter than with the settings asked for, which need 10.00 GiB. The best one needs 41.00 "
+        "GiB and 12.30 GiB of host memory for each GPU, 98.40 GiB for a node." in said
     )
     assert (
         "Each at its best: static context parallelism is fastest with 16,384 tokens per rank, a first step of 5.40 s; "
@@ -220,7 +220,7 @@ def test_the_best_setting_against_the_one_asked_for(seconds, words):
     """A smaller capacity is better even if its step is a little longer."""
     found = Search((tried(4096, seconds, gib=9), tried(8192, 2.0, gib=11)), 80 * GIB, "cluster h100", None)
     said = next(s for s in sentences(HDP, found=found, gib=11) if s.startswith("Best"))
-    assert said.endswith(f" s, {words} the settings asked for, which need 11.00 GiB. It needs 9.00 GiB.")
+    assert said.endswith(f" s, {words} the settings asked for, which need 11.00 GiB. The best one needs 9.00 GiB.")
 
 
 def test_what_the_settings_asked_for_need_is_said_without_a_search():
