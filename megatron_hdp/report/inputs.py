@@ -81,6 +81,8 @@ def read_input(path: Path) -> Input:
         return PlanFile(path, _plans(path, text))
     if '"pieces_schema"' in text[-_LOOK:] or '"pieces_schema"' in text[:_LOOK]:
         raise DataError(f"{path}: a plan of --json-pieces: give the one of --json, which has the columns")
+    if '"reproduce_schema"' in text[:_LOOK]:
+        raise DataError(f"{path}: what megatron-hdp reproduce wrote, which is for programs: no report shows it")
     raise DataError(
         f"{path}: neither a plan (megatron-hdp plan --json), nor a simulation (megatron-hdp simulate --json), nor the "
         "log or timeline of a training run (--hdp-log, --hdp-timeline)"

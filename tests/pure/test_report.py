@@ -514,6 +514,7 @@ def test_names_of_runs_tell_them_apart():
         ("[1, 2]", "neither a plan"),
         ('{"a": 1}', "neither a plan"),
         ('{"pieces_schema": 2, "ranks": []}', "--json-pieces"),
+        ('{"reproduce_schema": 1, "figures": []}', "what megatron-hdp reproduce wrote"),
         ('{"num_ranks": 2, "ring_start": []}', "not a plan of schema"),
         ('[{"num_ranks": 2, "ring_start": []', "Expecting"),
         ('{"simulation_schema": 99}', "version 99"),
