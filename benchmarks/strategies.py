@@ -346,6 +346,8 @@ def targets(found: dict[Cell, dict[str, dict[int, Row]]]) -> None:
         for cell in chosen:
             strategies = found[cell]
             ours = ran(strategies, "hdp")
+            if not ours:
+                continue
             counts = [row["microbatches"] for row in ours.values()]
             row = [cell.part, cell.words, f"{cell.setting().ranks:,}"]
             row.append(f"{min(c[0] for c in counts)}-{max(c[1] for c in counts)}")

@@ -29,12 +29,13 @@ struct Cost {
     std::int64_t linear[2] = {};
     std::int64_t sequence[2] = {};
     std::int64_t microbatch[2] = {};
+    std::int64_t ring_step[2] = {};
     std::int64_t latency[2] = {}; // per tier
     std::int64_t kv_time[2] = {};
     std::int64_t both_time[2] = {};
     std::int64_t gradient_time[2] = {};
 
-    static constexpr std::size_t num_arguments = 22;
+    static constexpr std::size_t num_arguments = 24;
 
     // From any flat view with `operator()(i)` and `shape(0)`, as numpy hands one over.
     template <class View> static Cost from(const View &view) {
@@ -48,7 +49,7 @@ struct Cost {
                                     &cost.ranks_per_node, &cost.max_length}) {
             *field = view(next++);
         }
-        for (std::int64_t *pair : {cost.attention, cost.linear, cost.sequence, cost.microbatch, cost.latency,
+        for (std::int64_t *pair : {cost.attention, cost.linear, cost.sequence, cost.microbatch, cost.ring_step, cost.latency,
                                    cost.kv_time, cost.both_time, cost.gradient_time}) {
             pair[0] = view(next++);
             pair[1] = view(next++);
@@ -123,7 +124,8 @@ struct Cost {
         const std::int64_t kv = wait + scaled(tokens, kv_time[tier]);
         const std::int64_t both = direction == 0 ? kv : wait + scaled(tokens, both_time[tier]);
         const std::int64_t gradient = direction == 0 ? 0 : wait + scaled(tokens, gradient_time[tier]);
-        return std::max(step, kv) + (ring - 2) * std::max(step, both) + std::max(step, gradient) + gradient;
+        return std::max(step, kv) + (ring - 2) * std::max(step, both) + std::max(step, gradient) + gradient +
+               (ring - 1) * (ring_step[direction] >> fraction_bits);
     }
 
     // With a window keys and values come hop by hop beside the diagonal blocks; in backward gradients go back.
@@ -137,7 +139,7 @@ struct Cost {
         const std::int64_t wait = (back + chunk - 1) / chunk * (latency[tier] >> fraction_bits);
         const std::int64_t fetch = wait + scaled(rows, kv_time[tier]);
         const std::int64_t home = direction == 0 ? 0 : wait + scaled(rows, gradient_time[tier]);
-        return total + std::max<std::int64_t>(fetch - own, 0) + home;
+        return total + std::max<std::int64_t>(fetch - own, 0) + home + (back > 0 ? ring_step[direction] >> fraction_bits : 0);
     }
 };
 

@@ -107,7 +107,7 @@ def swaps(stage: StageCoefficients, pieces: Pieces, direction: int, head_ranks: 
         alone = moved(queries + 2 * own_heads, stage.kv_time)
         replicated = moved(queries, stage.kv_time) + moved(2 * own_heads, stage.gradient_time)
         parts = moved(queries, stage.kv_time) + np.where(head_ranks > kv_heads, replicated, alone)
-    return 2 * latency + parts
+    return 2 * latency + parts + called(stage, direction)
 
 
 def hides(stage: StageCoefficients, window: int | None, pieces: Pieces, direction: int) -> Any:
@@ -142,7 +142,12 @@ def _walk(stage: StageCoefficients, step: Any, tokens: Any, ring: Any, tier: Any
     kv, both, gradient = transfers(stage, tokens, tier, direction)
     middle = (ring - 2) * np.maximum(step, both)
     walk = np.maximum(step, kv) + middle + np.maximum(step, gradient) + gradient
-    return np.where(ring > 1, walk, step)
+    return np.where(ring > 1, walk + (ring - 1) * called(stage, direction), step)
+
+
+def called(stage: StageCoefficients, direction: int) -> int:
+    """What an exchange takes beside its transfers, once for every step after the first."""
+    return stage.ring_step[direction] >> FRACTION_BITS
 
 
 def _fetched(stage: StageCoefficients, own: Any, total: Any, rounds: Any, rows: Any, tier: Any, direction: int) -> Any:
@@ -152,6 +157,7 @@ def _fetched(stage: StageCoefficients, own: Any, total: Any, rounds: Any, rows: 
     """
     latency = rounds * (stage.latency[tier] >> FRACTION_BITS)
     result = total + np.maximum(latency + scaled(rows, stage.kv_time[tier]) - own, 0)
+    result = result + np.minimum(rounds, 1) * called(stage, direction)
     return result + latency + scaled(rows, stage.gradient_time[tier]) if direction else result
 
 

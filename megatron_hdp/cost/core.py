@@ -8,7 +8,7 @@ from megatron_hdp.types import IntArray
 
 
 def core_arguments(cost: CostModel) -> IntArray:
-    """The integers of a cost model in the order of the fields of ``hdp::Cost``, int64 [22]."""
+    """The integers of a cost model in the order of the fields of ``hdp::Cost``, int64 [24]."""
     stage = cost._stage
     numbers = [
         FRACTION_BITS,
@@ -21,6 +21,7 @@ def core_arguments(cost: CostModel) -> IntArray:
         *stage.linear,
         *stage.sequence,
         *stage.microbatch,
+        *stage.ring_step,
         *stage.latency,
         *stage.kv_time,
         *stage.both_time,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.cost.area import busiest_area, chunk_area, own_area, step_area
-from megatron_hdp.cost.attention import Pieces, swaps, transfers
+from megatron_hdp.cost.attention import Pieces, called, swaps, transfers
 from megatron_hdp.cost.fixed import scaled
 from megatron_hdp.cost.stage import StageCoefficients
 from megatron_hdp.types import IntArray
@@ -49,7 +49,7 @@ def packed_gather(stage: StageCoefficients, window: int | None, pack: Pack, dire
         )
     kv, _, gradient = transfers(stage, (pack.ring - 1) * pack.tokens.sum(), pack.tier, direction)
     result = int(total.sum()) + max(0, int(kv) - int(own.sum()))
-    return result + int(gradient)
+    return result + int(gradient) + called(stage, direction)
 
 
 def packed_heads(
@@ -87,4 +87,5 @@ def _walk(stage: StageCoefficients, window: int | None, pack: Pack, direction: i
     kv, both, gradient = (int(x) for x in transfers(stage, np.int64(moved), pack.tier, direction))
     sent = [kv] + [both] * (size - 2) if size > 1 else []
     total = sum(max(compute, transfer) for compute, transfer in zip(steps, sent))
+    total += (size - 1) * called(stage, direction)
     return total + (max(steps[-1], gradient) + gradient if size > 1 else steps[0])

@@ -71,6 +71,10 @@ class LayerProfile:
     """Output layer and loss on the last pipeline stage, forward and backward together, once per token of a model."""
     embedding_per_token: float = _optional("s/token", 0.0)
     """Embedding on the first pipeline stage, forward and backward together."""
+    ring_step_forward: float = _optional("s", 0.0)
+    """Each exchange with other ranks but for its transfers: every step of a ring after the first, a gather, swaps of
+    heads. Calls, posting of messages, merging of results."""
+    ring_step_backward: float = _optional("s", 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class StageSettings:
         byte = 2 * (int(s.kv_time.max()) + int(s.both_time.max()) + int(s.gradient_time.max()))
         swapped = 0 if self.heads is None or self.kv_heads is None else 2 * self.heads // self.kv_heads
         linear = sum(s.linear) + byte * (1 + self.pad_multiple + swapped) + 6 * int(s.latency.max())
+        linear += sum(s.ring_step)
         time = sum(s.attention) * padded * padded + linear * padded + sum(s.sequence) + sum(s.microbatch)
         work = padded * s.kept_per_token + s.kept_constant
         memory = self.layers_per_stage * work + padded * s.working_per_token + s.working_constant
@@ -150,11 +151,15 @@ class StageSettings:
         return forward * max(time, copied * OFFLOAD_STEPS) < LIMIT << FRACTION_BITS and memory * OFFLOAD_STEPS < LIMIT
 
     def with_free_links(self, tiers: Literal["inside", "all"]) -> Self:
-        """This model with links, inside nodes or all, that take no time; made once."""
+        """This model with links, inside nodes or all, and steps of rings that take no time; made once."""
         if tiers not in self._free_links:
             free = LinkProfile(0.0, sys.float_info.max)
             across = free if tiers == "all" else self.profile.across_nodes
-            profile = replace(self.profile, inside_node=free, across_nodes=across)
+            layers = {
+                name: replace(layer, ring_step_forward=0.0, ring_step_backward=0.0)
+                for name, layer in self.profile.layers.items()
+            }
+            profile = replace(self.profile, inside_node=free, across_nodes=across, layers=layers)
             self._free_links[tiers] = replace(self, profile=profile)
         return self._free_links[tiers]
 

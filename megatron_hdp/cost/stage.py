@@ -23,6 +23,7 @@ class StageCoefficients:
     """Embedding and loss, per token of a piece, both passes."""
     sequence: tuple[int, int]
     microbatch: tuple[int, int]
+    ring_step: tuple[int, int]
     latency: IntArray
     """Indexed by tier, like the next three, which are per token of a slice."""
     kv_time: IntArray
@@ -76,6 +77,10 @@ def stage_coefficients(
         ends=ends,
         sequence=pair("sequence_constant", layer.sequence_constant),
         microbatch=pair("microbatch_constant", layer.microbatch_constant),
+        ring_step=(
+            pair("ring_step_forward", layer.ring_step_forward)[0],
+            pair("ring_step_backward", layer.ring_step_backward)[0],
+        ),
         latency=np.array([fixed(Fraction(link.latency) * layers, "latency") for link in links], dtype=np.int64),
         kv_time=per_link(kv, "kv_per_token"),
         gradient_time=per_link(gradient, "kv_gradient_per_token"),

@@ -58,6 +58,8 @@ class Fits:
     loss: Fit | None
     """Seconds: constant and slope over tokens; None without cases."""
     embedding: Fit | None
+    ring_steps: tuple[float, float] | None = None
+    """Seconds of a ring's steps after the first, beside computing, forward and backward; None without a ring."""
 
 
 def stage_fit(times: Mapping[Case, Sample], kind: str) -> Fit | None:
@@ -80,6 +82,8 @@ def build(name: str, date: str, model: Model, machine: Machine, fits: Fits, link
         "kv_per_token, kv_gradient_per_token, checkpoint_per_token": "not measured: they follow from the model's shape",
         "host_memory": "half of the machine's memory is left to activations",
     }
+    if fits.ring_steps is None:
+        assumed["ring_step_forward, ring_step_backward"] = "one rank has no ring to run: taken to be 0"
     inside, across = _links(links, assumed)
     return Profile(
         name=name,
@@ -122,6 +126,8 @@ def _layer(model: Model, fits: Fits, capacity: int) -> LayerProfile:
         kv_gradient_per_token=model.kv_gradient_per_token,
         loss_per_token=_short(at_capacity(fits.loss, capacity)),
         embedding_per_token=_short(at_capacity(fits.embedding, capacity)),
+        ring_step_forward=_short(fits.ring_steps[0]) if fits.ring_steps else 0.0,
+        ring_step_backward=_short(fits.ring_steps[1]) if fits.ring_steps else 0.0,
     )
 
 
@@ -130,9 +136,15 @@ def _ratio(backward: float, forward: float) -> float:
     return backward / forward if forward > 0 else 1.0
 
 
+def link_of(found: Fit) -> LinkProfile:
+    """The link of a fit of transfers."""
+    latency, per_byte = found.coefficients
+    return LinkProfile(_short(latency), _short(1 / per_byte if per_byte > 0 else 1e15))
+
+
 def _links(links: Links, assumed: dict[str, str]) -> tuple[LinkProfile, LinkProfile]:
     """Inside and across nodes; what could not be measured stands in ``assumed``."""
-    inside, across = (None if found is None else _link(found) for found in (links.inside, links.across))
+    inside, across = (None if found is None else link_of(found) for found in (links.inside, links.across))
     if inside is None and across is None:
         stand_in = load_profile(_UNMEASURED)
         assumed["inside_node, across_nodes"] = f"one rank has no neighbour: links of the shipped profile {_UNMEASURED}"
@@ -145,11 +157,6 @@ def _links(links: Links, assumed: dict[str, str]) -> tuple[LinkProfile, LinkProf
         assumed["inside_node"] = "no two pool ranks shared a node: as across_nodes"
         return across, across
     return inside, across
-
-
-def _link(found: Fit) -> LinkProfile:
-    latency, per_byte = found.coefficients
-    return LinkProfile(_short(latency), _short(1 / per_byte if per_byte > 0 else 1e15))
 
 
 def _calibrated(fits: Fits, links: Links, capacity: int) -> dict[str, str]:
@@ -167,6 +174,10 @@ def _calibrated(fits: Fits, links: Links, capacity: int) -> dict[str, str]:
     for name, stage in (("loss_per_token", fits.loss), ("embedding_per_token", fits.embedding)):
         if stage is not None:
             said[name] = f"stage alone, at {capacity} tokens: {stage.quality}"
+    if fits.ring_steps is not None:
+        said["ring_step_forward, ring_step_backward"] = (
+            "core attention of short pieces on a ring, less what the other coefficients say of it: median"
+        )
     for name, link in (("inside_node", links.inside), ("across_nodes", links.across)):
         if link is not None:
             said[name] = f"exchanges with both neighbours of a ring at once: {link.quality}"

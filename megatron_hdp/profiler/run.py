@@ -11,12 +11,13 @@ import torch
 from megatron_hdp.attention.comm import RingComm
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.profiler.agree import Everyone
-from megatron_hdp.profiler.assemble import Fits, Links, Machine, Model, build, stage_fit
+from megatron_hdp.profiler.assemble import Fits, Links, Machine, Model, build, link_of, stage_fit
 from megatron_hdp.profiler.cases import Case, all_cases
 from megatron_hdp.profiler.fit import Transfers, check_unseen, fit_layer, fit_line, fit_transfers
 from megatron_hdp.profiler.links import exchanger, ring_sizes, time_copies, time_ring
 from megatron_hdp.profiler.report import Findings, deliver
 from megatron_hdp.profiler.request import ProfileRequest
+from megatron_hdp.profiler.ring_steps import MOST_RANKS, NUM_RUNS, PIECES, RingSample, ring_steps, sample
 from megatron_hdp.profiler.rounds import Runner, run_rounds
 from megatron_hdp.profiler.samples import Measured, combine
 from megatron_hdp.profiler.timer import Timer
@@ -52,6 +53,13 @@ class Work(Protocol):
     def prepare(self, case: Case) -> Runner:
         """The function that runs it once. Raises MemoryError."""
 
+    @property
+    def ring_timer(self) -> Timer:
+        """What times rings."""
+
+    def ring_runner(self, ring: Ring, tokens: int) -> Runner:
+        """The function that runs core attention of its piece of so many tokens once; all ranks of ``ring`` call it."""
+
     def activation_bytes(self, lengths: tuple[int, ...]) -> float:
         """Bytes that one layer keeps of a micro-batch."""
 
@@ -64,16 +72,21 @@ def run_profile(request: ProfileRequest, work: Work, comm: RingComm, everyone: E
     begin = time.perf_counter()
     links, transfers = _links(work, comm, everyone)
     left = max(request.seconds / 2, request.seconds - (time.perf_counter() - begin))
+    on_rings = _on_rings(work, comm)
     rounds = run_rounds(all_cases(work.capacity), work.has, work.prepare, _SHARE * left, everyone)
     measured = combine(everyone.gather(rounds.samples))
     capacity = _largest(measured, work.capacity)
     kept = _activations(work, everyone, [m.case for m in measured])
+    samples = [each for own in everyone.gather(on_rings) for each in own]
     if everyone.rank != 0:
         return
     times = {m.case: m.seconds for m in measured}
     layer = fit_layer(times, work.windows, work.attention_window, capacity)
     activations = fit_line("activation bytes", list(kept), list(kept.values()), "tokens")
-    fits = Fits(layer, activations, stage_fit(times, "loss"), stage_fit(times, "embedding"))
+    rows = work.model.kv_per_token, work.model.kv_gradient_per_token
+    sent = None if work.ring_timer.leaves_waiting_out else links.inside or links.across
+    steps = ring_steps(samples, layer, rows, None if sent is None else link_of(sent))
+    fits = Fits(layer, activations, stage_fit(times, "loss"), stage_fit(times, "embedding"), steps)
     profile = build(Path(request.out).stem, date, work.model, work.machine, fits, links, capacity)
     findings = Findings(
         measured=measured,
@@ -114,6 +127,19 @@ def _links(work: Work, comm: RingComm, everyone: Everyone) -> tuple[Links, tuple
     beside = medians[1] if len(medians) > 1 else [None, None]
     inside, across = (found[name].fit if name in found else None for name in ("inside nodes", "across nodes"))
     return Links(inside, across, *medians[0], *beside), tuple(found.values())
+
+
+def _on_rings(work: Work, comm: RingComm) -> list[RingSample]:
+    """Core attention on a ring of the pool's first ranks of one node, on those that are on it."""
+    nodes = [rank // work.machine.gpus_per_node for rank in comm.ranks]
+    ring = Ring(0, min(MOST_RANKS, nodes.count(nodes[0]) if nodes.count(nodes[0]) > 1 else comm.size))
+    if ring.size < 2 or comm.rank >= ring.size:
+        return []
+    found = []
+    for tokens in PIECES:
+        run = work.ring_runner(ring, tokens)
+        found.append(sample(tokens, ring.size, [run() for _ in range(NUM_RUNS)]))
+    return found
 
 
 def _largest(measured: Sequence[Measured], capacity: int) -> int:

@@ -19,6 +19,8 @@ class Timer:
         """``waits``: the work waits for other processes (tensor parallelism, transfers), which takes no CPU time."""
         self._cuda = device.type == "cuda"
         alone = torch.get_num_threads() == 1 and not waits
+        self.leaves_waiting_out = alone and not self._cuda
+        """Is waiting for other ranks no part of the time?"""
         self._clock: Callable[[], float] = time.thread_time if alone else time.perf_counter
         self.name = "CUDA events" if self._cuda else "CPU time of the thread" if alone else "wall time"
         self._marks: list[Any] = []

@@ -66,6 +66,7 @@ class ModelWork:
         self.attention_window = None if None in self.windows else max(w or 0 for w in self.windows)
         waits = args.tensor_model_parallel_size > 1 or args.expert_model_parallel_size > 1
         self.timer = Timer(self.device, waits=waits)
+        self.ring_timer = Timer(self.device)
         config = self.models[0].config
         dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
         with torch.random.fork_rng(devices=[]):
@@ -158,16 +159,24 @@ class ModelWork:
 
         return run
 
+    def ring_runner(self, ring: Ring, tokens: int) -> Runner:
+        """The function that runs core attention of its piece of so many tokens once; all ranks of ``ring`` call it."""
+        chunk = tokens // 2
+        piece = Piece(0, ring.size * tokens, ring, self.pool.rank - ring.start, chunk)
+        return self._attention(tokens, MicroBatch((piece,)), self.ring_timer)
+
     def _attention_runner(self, case: Case) -> Runner:
+        return self._attention(case.tokens, self._micro_batch(case.lengths), self.timer)
+
+    def _attention(self, tokens: int, micro_batch: MicroBatch, timer: Timer) -> Runner:
         heads, kv_heads = heads_from_args(self.args)
         size, dtype = head_size_from_args(self.args), self.args.params_dtype
 
         def random(count: int) -> Tensor:
-            return torch.randn(case.tokens, count, size, device=self.device, dtype=dtype)
+            return torch.randn(tokens, count, size, device=self.device, dtype=dtype)
 
         inputs = tuple(random(count).requires_grad_() for count in (heads, kv_heads, kv_heads))
         gradient_THS = random(heads)
-        micro_batch, timer = self._micro_batch(case.lengths), self.timer
         attend = functools.partial(
             hdp_attention,
             micro_batch=micro_batch,

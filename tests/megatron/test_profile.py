@@ -57,6 +57,8 @@ def test_profile_loads_and_says_what_it_is(measured):
     measured_times = (layer.attention_forward, layer.linear_forward, layer.loss_per_token, layer.embedding_per_token)
     assert all(0 <= seconds < 1e-2 for seconds in measured_times)
     assert sum(measured_times) > 0
+    for seconds in (layer.ring_step_forward, layer.ring_step_backward):  # of two ranks; calls in Python take their time
+        assert 1e-6 < seconds < 0.1
     for said in ("R2", "worst error", "micro-batches that the fit did not see", "outliers", f"written to {path}"):
         assert said in outcome.outputs[0]
         assert said not in outcome.outputs[1]
@@ -108,6 +110,8 @@ def test_pipeline_and_tensor_parallel(tmp_path):
     assert layer.kv_per_token == ROW / 2
     assert layer.loss_per_token + layer.embedding_per_token > 0
     assert "inside_node, across_nodes" in made.assumed  # a pool of one rank has no neighbours
+    assert (layer.ring_step_forward, layer.ring_step_backward) == (0, 0)
+    assert "ring_step_forward, ring_step_backward" in made.assumed
 
 
 @pytest.mark.parametrize(

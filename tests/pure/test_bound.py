@@ -35,6 +35,8 @@ def random_cost(rng, layers=2, window=None):
         microbatch_constant=layer.microbatch_constant * scale(0, 1, 10),
         linear_forward=layer.linear_forward * scale(0, 1, 1),
         attention_forward=layer.attention_forward * scale(0, 1, 1, 30),
+        ring_step_forward=scale(0, 0, 1e-5, 1e-3),
+        ring_step_backward=scale(0, 0, 1e-5, 1e-3),
     )
     links = [LinkProfile(scale(0, 1e-5, 1e-4), scale(1e9, 1e11, 1e12)) for _ in range(2)]
     profile = replace(

@@ -35,6 +35,7 @@ INSIDE, ACROSS = Tier.INSIDE_NODE, Tier.ACROSS_NODES
 K = 1024
 
 ENDS = replace(H100, layers={"llama-7b": replace(H100.layer(), loss_per_token=3e-6, embedding_per_token=2e-7)})
+CALLS = replace(H100, layers={"llama-7b": replace(H100.layer(), ring_step_forward=3e-4, ring_step_backward=7e-4)})
 MODELS = [
     CostModel(BYTESCALE, 32),
     CostModel(BYTESCALE, 3, recompute="full", layer="figure-21"),
@@ -43,6 +44,8 @@ MODELS = [
     CostModel(H100, 8, window=50_000, recompute="full", layer="mixtral-8x7b"),
     CostModel(ENDS, 4, recompute="full"),
     CostModel(ENDS, 4, stages=2),
+    CostModel(CALLS, 3),
+    CostModel(CALLS, 1, window=4096),
 ]
 
 
@@ -122,7 +125,11 @@ def fetched(model, tier, forward, own, total, rounds, scale):
         return sum(link.latency + scale * per_token * rows / link.bandwidth for rows in rounds)
 
     home = 0 if forward else moving(layer.kv_gradient_per_token)
-    return total + max(0, moving(layer.kv_per_token) - own) + home
+    return total + max(0, moving(layer.kv_per_token) - own) + home + (called(layer, forward) if rounds else 0)
+
+
+def called(layer, forward):
+    return layer.ring_step_forward if forward else layer.ring_step_backward
 
 
 def ring_pass(model, length, size, chunk, tier, forward, share=1.0, scale=1.0):
@@ -142,6 +149,7 @@ def ring_pass(model, length, size, chunk, tier, forward, share=1.0, scale=1.0):
         moving += layer.kv_gradient_per_token if not forward and step > 0 else 0.0
         compute = a * busiest(size, chunk, None, step)
         time += max(compute, transfer(moving)) if moving else compute
+        time += called(layer, forward) if step else 0
     return time + (transfer(layer.kv_gradient_per_token) if size > 1 and not forward else 0.0)
 
 
@@ -167,7 +175,7 @@ def heads_pass(model, length, size, chunk, tier, forward, ranks):
     back = query + (0 if forward else keys * wide)
     time = sum(link.latency + (ranks - 1) * message / link.bandwidth for message in (there, back))
     inner = ring_pass(model, length, size // ranks, ranks * chunk, tier, forward, 1 / ranks, kv_heads / model.kv_heads)
-    return time + inner
+    return time + inner + called(layer, forward)
 
 
 def walk(model, length, size, tier, phase, exchange="ring", ranks=1):

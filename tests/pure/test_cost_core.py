@@ -20,11 +20,13 @@ PHASES = ("forward", "backward", "total")
 BYTESCALE, H100 = load_profile("bytescale"), load_profile("h100")
 ENDS = {name: replace(layer, loss_per_token=2e-6, embedding_per_token=3e-7) for name, layer in H100.layers.items()}
 ENDS = replace(H100, layers=ENDS)
+CALLS = {name: replace(layer, ring_step_forward=3e-4, ring_step_backward=7e-4) for name, layer in H100.layers.items()}
+CALLS = replace(H100, layers=CALLS)
 
 
 @st.composite
 def models(draw):
-    profile = draw(st.sampled_from([BYTESCALE, H100, ENDS]))
+    profile = draw(st.sampled_from([BYTESCALE, H100, ENDS, CALLS]))
     return CostModel(
         profile,
         draw(st.integers(1, 40)),
@@ -57,7 +59,7 @@ def test_random_pieces_cost_the_same(model, cases):
 def test_all_small_lengths_and_rings_cost_the_same(window, recompute):
     """Chunks of one token and windows on, before and behind the edge of a chunk."""
     lengths, rings = (x.ravel() for x in np.meshgrid(np.arange(1, 400), np.arange(1, 25)))
-    for model in (CostModel(BYTESCALE, 2), CostModel(H100, 1, pad_multiple=4)):
+    for model in (CostModel(BYTESCALE, 2), CostModel(H100, 1, pad_multiple=4), CostModel(CALLS, 3)):
         compare(replace(model, window=window, recompute=recompute), lengths, rings, lengths % 17)
 
 
@@ -71,5 +73,5 @@ def test_the_longest_sequence_does_not_wrap():
 
 def test_a_wrong_number_of_arguments_is_refused():
     one = np.ones(1, dtype=np.int64)
-    with pytest.raises(ValueError, match="22 numbers, got 21"):
+    with pytest.raises(ValueError, match="24 numbers, got 23"):
         _core.cost_picoseconds(core_arguments(CostModel(BYTESCALE, 1))[:-1], one, one, one, 0)

@@ -13,7 +13,10 @@ from megatron_hdp.planner.exchange import choose_exchanges
 from megatron_hdp.planner.span import microbatch_picoseconds
 
 RING, GATHER, HEADS = range(3)
-COST = CostModel(load_profile("bytescale"), 3, heads=16, kv_heads=4, pad_multiple=4)
+BYTESCALE = load_profile("bytescale")
+CALLS = dataclasses.replace(BYTESCALE.layer(), ring_step_forward=3e-4, ring_step_backward=7e-4)
+CALLS = dataclasses.replace(BYTESCALE, layers={"llama-7b": CALLS}, default_layer="llama-7b")
+COST = CostModel(CALLS, 3, heads=16, kv_heads=4, pad_multiple=4)
 WAYS = [(RING, 1), (GATHER, 1), (HEADS, 2), (HEADS, 4), (HEADS, 8), (HEADS, 16)]
 
 

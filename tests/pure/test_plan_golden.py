@@ -10,7 +10,7 @@ import golden_plans
 import pytest
 
 GOLDEN = {
-    "hdp": "2b617b3436c92c3beba5b71f0e2d0726211749ffff08dce6482c894ddd7fa5b7",
+    "hdp": "84d90c2ecae689123dd73ed124e851445bb45a711c5bc3fee571576702d94358",
     "static": "bb1315c16bd92343c7fa2853525193b6fc309610d026b4f066b1d86421b67d6a",
     "pipeline": "5bfb62fadc4314c165d0c3a6ba1a07d5c9e99b71f66ac77481e9fc3e84200edf",
     "interleaved": "22e7fe3ead5be43dc3922703a51bcc99e0abf567b858435b33a71909054e0677",

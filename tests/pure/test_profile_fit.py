@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.cost import CostModel, Profile, load_profile, profile_names
+from megatron_hdp.cost.profile import LinkProfile
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.profiler.assemble import Fits, Links, Machine, Model, at_capacity, build, stage_fit
 from megatron_hdp.profiler.cases import SHORTEST, Case, all_cases, grid, weight
@@ -16,6 +17,7 @@ from megatron_hdp.profiler.fit import area, check_unseen, fit, fit_layer, fit_li
 from megatron_hdp.profiler.match import check_nodes, check_profile, layer_name
 from megatron_hdp.profiler.report import Findings, deliver, median_error, render
 from megatron_hdp.profiler.request import ProfileRequest, check_out, parse_request
+from megatron_hdp.profiler.ring_steps import RingSample, ring_steps
 from megatron_hdp.profiler.samples import Measured, combine, middle, outliers
 
 CAPACITY = 8192
@@ -54,6 +56,25 @@ def noisy(sigma, outlier_share, seed, repeats=9):
         factors = np.exp(sigma * random.randn(repeats, 2)) * np.where(random.rand(repeats, 1) < outlier_share, 10, 1)
         found[case] = middle([tuple(row) for row in factors * np.array(true)])
     return found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_steps_of_rings_are_what_is_left(waits):
+    """Of core attention on a ring, less its area, a first step like a local sequence's, and transfers if they count."""
+    layer = fit_layer(times(), (None,), None, CAPACITY)
+    rows, link, steps = (1e4, 2e4), LinkProfile(1e-5, 1e9), (3e-4, 7e-4)
+
+    def on_ring(tokens, ring, factor):
+        sent = [link.latency + bytes_ * tokens / link.bandwidth if waits else 0.0 for bytes_ in (1e4, 3e4)]
+        parts = zip(A, ALONE, steps, sent, strict=True)
+        seconds = [a * ring * tokens**2 + e * tokens + 1e-5 + (ring - 1) * (own + x) for a, e, own, x in parts]
+        return RingSample(tokens, ring, tuple(factor * each for each in seconds))
+
+    samples = [on_ring(tokens, ring, 1) for tokens in (64, 256) for ring in (2, 3)]
+    samples.append(on_ring(64, 2, 10))  # an outlier
+    assert ring_steps(samples, layer, rows, link if waits else None) == pytest.approx(steps, rel=0.02)
+    assert ring_steps([on_ring(64, 2, 0.001)], layer, rows, None) == (0, 0)
+    assert ring_steps([], layer, rows, None) is None
 
 
 def test_coefficients_are_recovered():
