@@ -10,11 +10,11 @@ at least s):
 
 because a step computes A / d^2 on each rank and max(x, y) = x + (y - x)^+. d^2 X(b) = latency d^2 + b s d rises with d,
 and so do 1 - 1/d, (d - 2)/d and latency d^2 / d; (b s d - A)/d rises too. So no term falls: *rank-time never falls when
-a ring is widened*, nor where it leaves its node, whose links are taken as the better of both kinds. What each
-step takes besides (`LayerProfile.ring_step_forward`), d (d - 1) times on all ranks, rises as well and is only charged
-on the smallest ring. With a window only compute is charged: A is then the area of the whole mask, which the d ranks must cover between them, and
-the busiest, whose time counts, has A / d or more; waits(d) is taken as 0, because a halo comes in fewer transfers
-than the ring's walk, and how it is hidden depends on the chunks. Again no term falls.
+a ring is widened*, nor where it leaves its node, whose links are taken as the better of both kinds. What each step
+takes besides (`LayerProfile.ring_step_forward`), d (d - 1) times on all ranks, rises as well and is only charged on the
+smallest ring. With a window only compute is charged: A is then the area of the whole mask, which the d ranks must cover
+between them, and the busiest, whose time counts, has A / d or more; waits(d) is taken as 0, because a halo comes in
+fewer transfers than the ring's walk, and how it is hidden depends on the chunks. Again no term falls.
 
 Other exchanges than the ring compute the same: gather d steps of A / d^2 like the ring, heads as many with 1/a of the
 heads on pieces that are a times as long. What they wait for is another sum. So where they may be used, `lower_bound`
