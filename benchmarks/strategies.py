@@ -193,7 +193,7 @@ class Results:
         self.rows: list[Row] = []
         if path is not None and path.exists():
             data = json.loads(path.read_text())
-            if data["mark"] == mark:
+            if mark in ("any", data["mark"]):
                 self.rows = data["rows"]
             else:
                 print(f"{path}: of another profile, planner or batch size, begun again")

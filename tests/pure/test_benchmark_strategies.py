@@ -41,7 +41,9 @@ def test_small_run_and_again(tmp_path):
     for row in lost["rows"]:
         if row["strategy"] == "pow2":
             row["seconds"] = seconds[row["data"], "hdp"] * 0.99
+    lost["mark"] = "of another planner"
     out.write_text(json.dumps(lost))
+    assert " s of CPU" not in run("--out", out, "--parts", "grid", "--keep")
     third = run("--render", out)
     assert "2 are shorter than ours" in third
     assert "llama-7b, 1,024 GPUs, byted, 256K, batch 0: pow2 0.99000" in third
