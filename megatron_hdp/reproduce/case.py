@@ -52,6 +52,8 @@ class Case:
     """What every 8192 tokens of a rank of LLaMA-7B take besides, forward and backward together."""
     bars: Bars = "end"
     """What the labels of Figure 4 are to its bars; the mixes of `megatron_hdp.mixes` end at them."""
+    last_bars: tuple[float, float, float] | None = None
+    """Percent of tokens in Figure 4's last three bars, which are published together for GitHub; None: as in `mixes`."""
 
 
 def large_run(case: Case) -> Profile:
@@ -97,15 +99,20 @@ def setting_of(case: Case) -> Setting:
 
 def mix_of(case: Case) -> Mix:
     """The case's documents, none longer than 2M. Bars that begin at their labels leave 2M alone to the last."""
-    if case.bars == "end":
+    if case.bars == "end" and case.last_bars is None:
         return parse_mix(case.data)
     labels = [2048 << k for k in range(11)]
     longest = labels[-1]
-    if case.bars == "middle":
+    if case.bars == "end":
+        edges = [labels[0] // 2, *labels]
+    elif case.bars == "middle":
         edges = [*(round(label / 2**0.5) for label in labels), longest]
     else:
         edges = [*labels[:-1], longest - 2, longest]
-    return bucket_mix(f"{case.data}, {case.bars}", "Figure 4", edges, figure_4(case.data))
+    shares = figure_4(case.data)
+    if case.last_bars is not None:
+        shares = (*shares[:-3], *case.last_bars)
+    return bucket_mix(f"{case.data}, {case.bars}", "Figure 4", edges, shares)
 
 
 def whole_batch(case: Case, step: int) -> IntArray:

@@ -1,7 +1,9 @@
 """`megatron-hdp reproduce`: figures one after the other, as they are ready."""
 
+import datetime
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +13,15 @@ from typing import Annotated, Any
 
 import tyro
 
+import megatron_hdp
 from megatron_hdp.errors import ConfigError
 from megatron_hdp.plan_flags import check_output
 
 DEFAULT_SEEDS, QUICK_SEEDS = 64, 2
+_FEW_SEEDS = 16
+"""Fewer batches than these have averages that are far from those of many."""
+REPRODUCE_SCHEMA = 1
+"""Of the JSON file: by its name `megatron-hdp report` knows what it is."""
 MOST_SEEDS = 10_000
 FIGURES = ("figure-6a", "figure-18a", "figure-21", "figure-18b", "figure-20", "figure-19", "figure-17", "sensitivity")
 
@@ -27,10 +34,10 @@ class ReproduceFlags:
     """Some of figure-6a, figure-18a, figure-21, figure-18b, figure-20, figure-19, figure-17, sensitivity, with commas.
     Default: all."""
     seeds: int | None = None
-    """Batches that averages are taken over; costly settings take a part of them. Default: 64, which takes 2.5 minutes;
-    the paper's averages are of 200."""
+    """Batches that averages are taken over; costly settings take a part of them. Default: 64, which takes 80 s of one
+    core; the paper's averages are of 200."""
     quick: bool = False
-    """2 batches and no sensitivity unless asked for: a smoke run of half a minute, whose averages say little."""
+    """2 batches and no sensitivity unless asked for: a smoke run of 15 s, whose averages say little."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write everything to this file."""
 
@@ -46,7 +53,7 @@ def run(flags: ReproduceFlags) -> None:
 
     figures: list[Any] = []
     saved: list[dict[str, Any]] = []
-    print(_TITLE, flush=True)
+    print(_TITLE + (f"\n{seeds} batches: averages say little." if seeds < _FEW_SEEDS else ""), flush=True)
     for name, words, found, data in _ready(names, seeds):
         _progress("")
         print(f"\n{words}", flush=True)
@@ -56,14 +63,21 @@ def run(flags: ReproduceFlags) -> None:
     if figures:
         print(f"\n{render_summary(figures)}")
     if flags.json is not None:
-        _write(flags.json, {"seeds": seeds, "choices": CHOICES, "figures": saved})
+        head = {
+            "reproduce_schema": REPRODUCE_SCHEMA,
+            "version": megatron_hdp.__version__,
+            "date": datetime.date.today().isoformat(),
+            "command": shlex.join(["megatron-hdp", *sys.argv[1:]]),
+        }
+        _write(flags.json, head | {"seeds": seeds, "choices": CHOICES, "figures": saved})
 
 
 _TITLE = (
     "ByteScale (SIGCOMM 2025) beside the simulator; profile bytescale, fitted once to Figures 6a, 18a and 21.\n"
-    "calibrated: used in that fit; predicted: nothing was fitted to it; given: it chose the batches. *: not blind, a\n"
-    "choice behind the prediction was made with judged values in sight. Values marked (label) were read off labels of\n"
-    "figures and are good to about 10 %. See docs/reproduce.md."
+    "calibrated: used in that fit; predicted: the profile was not fitted to it; given: it chose the batches.\n"
+    "*: not blind, a choice behind the prediction was made with judged values in sight. within, MISSED: the limit;\n"
+    "off: beyond it, but not with another pipeline that could have been assumed; layouts: least and most over those.\n"
+    "Values marked (label) were read off labels of figures and are good to about 10 %. See docs/reproduce.md."
 )
 
 

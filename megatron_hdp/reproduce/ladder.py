@@ -7,7 +7,7 @@ import numpy as np
 from megatron_hdp.reproduce import paper
 from megatron_hdp.reproduce.one_step import CASE
 from megatron_hdp.reproduce.result import Choice, Figure, Row
-from megatron_hdp.reproduce.steps import Speedup, Steps, speedup, throughput
+from megatron_hdp.reproduce.steps import STANDARD_ERROR, Speedup, Steps, speedup, throughput
 
 LIMIT = 0.10
 _DYNAMIC, _OFFLOAD, _BALANCE, _LOADER = paper.LADDER
@@ -49,9 +49,7 @@ def figure_20(steps: Steps, count: int) -> Figure:
     )
     words = (
         f"throughput over that of static, {count} steps (static: {few}, Equation 3: {fewer}); the paper: "
-        f"{paper.ITERATIONS}. Standard error "
-        f"{100 * slow_naive.uncertain:.0f} % (naive) and {100 * slow_balanced.uncertain:.0f} % (balanced), because "
-        "batches differ",
+        f"{paper.ITERATIONS}. {STANDARD_ERROR}",
         f"without the remote dataloader every rank reads the whole batch, {loading:.1f} s a step that nothing hides; "
         "static reads its own part",
         "the paper's Figures 17 and 20 are the same run and differ: 2.43 and 4.26 there, 2.01 and 3.89 here",
@@ -71,6 +69,7 @@ def _rung(name: str, found: Speedup, note: str = "") -> Row:
         paper=paper.LADDER[name],
         simulated=found.value,
         spread=(found.least, found.most),
+        uncertain=found.uncertain,
         limit=LIMIT,
         note=note,
         choices=choices,
@@ -78,7 +77,8 @@ def _rung(name: str, found: Speedup, note: str = "") -> Row:
 
 
 def _unpublished(name: str, found: Speedup) -> Row:
-    return Row(name=name, unit="x", paper=None, simulated=found.value, spread=(found.least, found.most))
+    spread = found.least, found.most
+    return Row(name=name, unit="x", paper=None, simulated=found.value, spread=spread, uncertain=found.uncertain)
 
 
 _PEAK_NOTE = (
@@ -130,6 +130,9 @@ def figure_19(steps: Steps, count: int) -> Figure:
         key="figure-19",
         title="NIC traffic and tensor cores, the same run",
         rows=rows,
-        words=("of the paper's values only ratios say something: neither NIC nor GPU is named",),
+        words=(
+            "not judged: neither NIC nor GPU is named, so that only ratios say something; that of peaks depends on a "
+            "resolution that is not published, and that of activity is the last rung of Figure 20",
+        ),
         orders=orders,
     )

@@ -76,6 +76,7 @@ def figure_18b(steps: Steps, count: int) -> Figure:
         f"{len(like)} batches of 32M tokens (static: {len(static)}) that take balanced HDP as long as the paper's, "
         f"within {100 * NEAR:.0f} %; a rank is busy from the start to the end of each of its micro-batches",
         *(_place(name, value, found) for name, value, found in zip(("naive", "balanced"), _PAPER, anyhow, strict=True)),
+        "not judged: single micro-batches, because the static step that they make up is",
         "2 x 512 GPUs for 512 ranks: tensor parallelism of 2 follows from rings of 256 ranks, 8 micro-batches and 32M "
         "tokens; no recompute, because labels of micro-batches have backward 2.2 to 2.6 times forward",
     ]

@@ -10,14 +10,16 @@ from megatron_hdp.reproduce.sensitivity import Varied
 
 _WIDTH = 120
 _NAME = 52
-_HEADER = f"{'':<{_NAME}}{'paper':>13}{'simulated':>11}{'min .. max':>17}{'error':>9}  basis"
+_HEADER = f"{'':<{_NAME}}{'paper':>13}{'simulated':>11}{'min .. max':>17}"
+_STANDARD = "std. error"
 
 
 def render_figure(figure: Figure) -> str:
     """A figure's table, its notes and what was assumed."""
     notes = list(dict.fromkeys(row.reason for row in figure.rows if row.reason))
-    lines = [f"{figure.key}: {figure.title}", _HEADER]
-    lines += [_row(row, notes) for row in figure.rows]
+    wide = len(_STANDARD) + 2 if any(row.uncertain is not None for row in figure.rows) else 0
+    lines = [f"{figure.key}: {figure.title}", f"{_HEADER}{_STANDARD if wide else '':>{wide}}{'error':>9}  basis"]
+    lines += [_row(row, notes, wide) for row in figure.rows]
     for name, holds in figure.orders.items():
         lines.append(f"order: {name}: {'yes' if holds else 'NO'}")
     for choice in CHOICES:
@@ -39,8 +41,9 @@ def _sign(choices: Sequence[Choice]) -> str:
     return "*" + "".join(choice[0] for choice in choices)
 
 
-def _row(row: Row, notes: Sequence[str]) -> str:
-    error = _error(row)
+def _row(row: Row, notes: Sequence[str], wide: int) -> str:
+    """A line; ``wide`` characters are for the standard error."""
+    uncertain = "" if row.uncertain is None else f"{100 * row.uncertain:.0f} %"
     spread = "" if row.spread is None else f"{_number(row.spread[0])} .. {_number(row.spread[1])}"
     label = " (label)" if row.tag == "label" and row.paper is not None else ""
     basis = row.basis if row.paper is not None else "not in the paper"
@@ -48,7 +51,8 @@ def _row(row: Row, notes: Sequence[str]) -> str:
     mark = f" [{notes.index(row.reason) + 1}]" if row.reason else ""
     paper = "" if row.paper is None else f"{_published(row.paper)} {row.unit}"
     name = row.name if row.paper is not None else f"{row.name}, {row.unit}"
-    cells = f"{textwrap.shorten(name, _NAME - 1):<{_NAME}}{paper:>13}{_number(row.simulated):>11}{spread:>17}{error:>9}"
+    cells = f"{textwrap.shorten(name, _NAME - 1):<{_NAME}}{paper:>13}{_number(row.simulated):>11}{spread:>17}"
+    cells += f"{uncertain:>{wide}}{_error(row):>9}"
     return f"{cells}  {basis}{sign}{label}{_verdict(row)}{mark}".rstrip()
 
 
@@ -63,8 +67,8 @@ def _error(row: Row) -> str:
 
 
 def _verdict(row: Row) -> str:
-    if not row.judged or row.limit is None:
-        return ""
+    if row.limit is None or not row.judged:
+        return ", not judged" if row.predicted else ""
     words = "MISSED" if row.missed else "off" if row.off else "within"
     layouts = f", layouts {_number(row.layouts[0])} .. {_number(row.layouts[1])}" if row.layouts is not None else ""
     return f", {words} {100 * row.limit:.0f} %{layouts}"
@@ -105,11 +109,18 @@ def render_summary(figures: Sequence[Figure]) -> str:
     off = [(key, row) for key, row in judged if row.off and not row.missed]
     missed = [(key, row) for key, row in judged if row.missed]
     wrong = [f"  {figure.key}, {name}" for figure in figures for name, holds in figure.orders.items() if not holds]
-    within = len(judged) - len(off) - len(missed)
     seen = sum(bool(row.in_sight) for _, row in judged)
     lines = ["no value here is judged"]
     if judged:
-        lines = [f"{within} of {len(judged)} predicted values are within their limit (10 %, in Figure 17 15 %)"]
+        words = f"{_within(judged)} predicted values are within their limit (10 %, in Figure 17 15 %)"
+        ranged = [(key, row) for key, row in judged if isinstance(row.paper, tuple)]
+        if ranged:
+            single = [(key, row) for key, row in judged if not isinstance(row.paper, tuple)]
+            words += (
+                f": {_within(single)} single values, and {_within(ranged)} of which the paper has no more than a range "
+                "over all models and data"
+            )
+        lines = _wrapped(words)
     if seen:
         lines += _wrapped(
             f"* {seen} of these {len(judged)} are no blind predictions: a choice behind them was made with judged "
@@ -122,3 +133,7 @@ def render_summary(figures: Sequence[Figure]) -> str:
     elif any(figure.orders for figure in figures):
         lines.append("all orders are right")
     return "\n".join(lines)
+
+
+def _within(judged: Sequence[tuple[str, Row]]) -> str:
+    return f"{sum(not row.off for _, row in judged)} of {len(judged)}"

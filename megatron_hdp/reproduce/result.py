@@ -9,7 +9,7 @@ import numpy as np
 from megatron_hdp.reproduce.paper import Range, Tag
 
 Basis = Literal["calibrated", "predicted", "given"]
-"""calibrated: the profile was fitted to it; predicted: nothing was; given: it chose the batches that are simulated."""
+"""calibrated: the profile was fitted to it; predicted: it was not; given: it chose the batches that are simulated."""
 
 Choice = Literal["backward", "stages", "loading"]
 CHOICES: dict[Choice, str] = {
@@ -40,6 +40,8 @@ class Row:
     """Mean over steps, or what the steps come to together."""
     spread: Range | None = None
     """Least and most of single steps."""
+    uncertain: float | None = None
+    """Standard error of ``simulated``, relative: batches differ, and these are some of them."""
     layouts: Range | None = None
     """Least and most over sizes that could have been assumed for what is not published; means over steps."""
     basis: Basis = "predicted"
@@ -70,7 +72,7 @@ class Row:
 
     @property
     def predicted(self) -> bool:
-        """Whether there is a value in the paper to which nothing was fitted."""
+        """Whether there is a value in the paper to which the profile was not fitted."""
         return self.paper is not None and self.basis == "predicted"
 
     @property
@@ -110,6 +112,7 @@ class Row:
             "tag": None if self.paper is None else self.tag,
             "simulated": self.simulated,
             "spread": self.spread,
+            "uncertain": self.uncertain,
             "layouts": self.layouts,
             "error": self.error,
             "basis": None if self.paper is None else self.basis,

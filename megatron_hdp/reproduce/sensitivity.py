@@ -53,6 +53,10 @@ def variations() -> list[tuple[Case, dict[str, dict[str, Any]]]]:
         "2 s more for every 8K tokens of a rank": {"extra_s": 2.0},
     }
     github = {name: change for name, change in byted.items() if not change or {"bars", "extra_s"} & set(change)}
+    github |= {
+        f"the last bars of Figure 4 hold {', '.join(map(str, shares))} %": {"last_bars": shares}
+        for shares in ((1.77, 1.77, 1.77), (1.3, 1.6, 2.4), (0.3, 0.5, 4.5))
+    }
     piped: dict[str, dict[str, Any]] = {
         "as assumed": {},
         "pipeline 8, 16K tokens a rank": {"stages": 8, "tokens_per_rank": 16384},

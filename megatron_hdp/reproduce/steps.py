@@ -82,6 +82,10 @@ class Speedup:
     """Standard error of ``value``, relative: batches differ, and these are some of them."""
 
 
+STANDARD_ERROR = "std. error: of the mean, because batches differ; that of static is not in it"
+"""What the column is."""
+
+
 def speedup(static: Sequence[Step], steps: Sequence[Step], extra_s: float = 0.0) -> Speedup:
     """Of ``steps``, each ``extra_s`` longer, over ``static``."""
     base = throughput(static)

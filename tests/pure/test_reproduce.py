@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import megatron_hdp
 from megatron_hdp.cli import main
 from megatron_hdp.cost import load_profile
+from megatron_hdp.errors import DataError
 from megatron_hdp.mixes import figure_4, parse_mix
+from megatron_hdp.report.inputs import read_input
 from megatron_hdp.reproduce import one_step, paper
 from megatron_hdp.reproduce.case import STAGES, Case, batch, large_run, mix_of, setting_of, whole_batch, work_seconds
 from megatron_hdp.reproduce.ladder import figure_19, figure_20, loading_seconds
@@ -146,6 +149,18 @@ def test_bars_hold_their_tokens_whatever_their_labels_are():
         share = lengths[lengths > edges].sum() / lengths.sum()  # bars 256K, 512K, 1M, 2M
         assert share == pytest.approx(sum(figure_4("byted")[-4:]) / sum(figure_4("byted")), rel=0.06)
     assert mix_of(SMALL).name == parse_mix("byted").name
+
+
+def test_the_last_three_bars_of_github_can_be_shared_out_otherwise():
+    """They are published together."""
+    case = Case(model="llama-7b", data="github", context=2 << 20)
+    for bars, share in ((None, 0.013), (figure_4("github")[-3:], 0.013), ((0.3, 0.5, 4.5), 0.045)):
+        lengths = mix_of(dataclasses.replace(case, last_bars=bars)).sample(np.random.RandomState(1), 1 << 23)
+        assert lengths[lengths > 1 << 20].sum() / lengths.sum() == pytest.approx(share, rel=0.2)
+    tried = [change["last_bars"] for _, changes in variations() for change in changes.values() if "last_bars" in change]
+    assert len(tried) == 3
+    for bars in tried:
+        assert sum(bars) == pytest.approx(5.3, abs=0.02)
 
 
 def test_work_is_that_of_a_batch_shared_out_evenly():
@@ -307,10 +322,36 @@ def test_a_figure_as_text():
     assert lines[5].endswith("predicted, off 10 %, layouts 9.00 .. 20.0")
     assert lines[6:] == ["order: a > b: yes", "order: b > c: NO", "[1] because", "said"]
     summary = render_summary([figure])
-    assert summary.startswith("0 of 2 predicted values")
+    assert summary.startswith("0 of 2 predicted values are within their limit (10 %, in Figure 17 15 %)\n")
     assert "figure-1, first (+20.0 %)" in summary
     assert summary.index("off, but") < summary.index("fourth") < summary.index("missed, see") < summary.index("first")
     assert "figure-1, b > c" in summary
+
+
+def test_standard_errors_have_a_column_where_there_are_any():
+    rows = (row(name="first", uncertain=0.042), row(name="second"))
+    text = render_figure(Figure(key="figure-1", title="", rows=rows)).splitlines()
+    assert [line.split()[-4:] for line in text[1:2]] == [["std.", "error", "error", "basis"]]
+    assert re.split(r"\s{2,}", text[2])[1:] == ["10 s", "10.00", "4 %", "+0.0 %", "predicted, within 10 %"]
+    assert re.split(r"\s{2,}", text[3])[1:] == ["10 s", "10.00", "+0.0 %", "predicted, within 10 %"]
+    assert text[2].index("+0.0 %") == text[3].index("+0.0 %") == text[1].index("  error  basis") + 1
+    assert "std. error" not in render_figure(Figure(key="figure-1", title="", rows=rows[1:]))
+    assert rows[0].to_json()["uncertain"] == 0.042
+
+
+def test_what_is_predicted_and_not_judged_is_called_so():
+    rows = (row(name="a", limit=None), row(name="b", limit=None, basis="given"), row(name="c", limit=None, paper=None))
+    lines = render_figure(Figure(key="figure-1", title="", rows=rows)).splitlines()[2:]
+    assert [line.rsplit("  ", 1)[1] for line in lines] == ["predicted, not judged", "given", "not in the paper"]
+
+
+def test_values_and_ranges_are_counted_apart():
+    rows = (row(), row(simulated=20.0), row(), row(paper=(8.0, 9.0)), row(paper=(8.0, 10.0)), row(paper=(1.0, 2.0)))
+    words = " ".join(render_summary([Figure(key="figure-1", title="", rows=rows)]).split())
+    assert words.startswith(
+        "3 of 6 predicted values are within their limit (10 %, in Figure 17 15 %): 2 of 3 single values, and 1 of 3 of "
+        "which the paper has no more than a range over all models and data"
+    )
 
 
 def test_an_error_beyond_its_limit_is_shown_so():
@@ -413,8 +454,29 @@ def test_orders_are_looked_at_in_every_cell_that_is_run(monkeypatch):
     wrong = [words for words in figure.words if words.startswith("in the wrong order: ")]
     assert wrong[0] == "in the wrong order: llama-7b, 256K, github"
     assert len(wrong) == 12
-    assert figure.words[0].startswith("24 steps at 2M without pipelines, 8 with, 4 at 256K (static: 3, 2, 2); per")
-    assert "(static: 1, 1, 1)" in figure_17(Steps(), 2).words[0]
+    first = "24 steps at 2M without pipelines, 8 with, 4 at 256K (static: 3, 2, 2; falls: 8); "
+    assert figure.words[0].startswith(first)
+    assert "(static: 1, 1, 1; " in figure_17(Steps(), 2).words[0]
+
+
+def test_falls_are_judged_over_all_doublings(monkeypatch):
+    """Throughput that does not fall at all is within 15 % of one doubling's 1.08, and not of three's."""
+    monkeypatch.setattr(Steps, "simulate", fake_step)
+    figure = figure_17(Steps(), 2)
+    falls = {row.name: row for row in figure.rows if "256K over 2M" in row.name}
+    assert [row.paper for row in falls.values()] == pytest.approx([8.0, 1.860867, 1.259712])
+    assert [row.simulated for row in falls.values()] == pytest.approx([1.0, 300 / 1010, 1.0])
+    assert all(row.missed for row in falls.values())
+    assert any("2, 1.23, 1.08; here, as the third root, 1, 0.667, 1 (" in words for words in figure.words)
+
+
+def test_notes_of_naive_do_not_speak_of_balance(monkeypatch):
+    monkeypatch.setattr(Steps, "simulate", fake_step)
+    figure = figure_17(Steps(), 2)
+    for strategy, of_balance in (("naive", False), ("balanced", True)):
+        notes = [row.note for row in figure.rows if row.name.startswith("mixtral") and row.name.endswith(strategy)]
+        assert len(notes) == 6
+        assert all(("Algorithm 2" in note) == of_balance for note in notes)
 
 
 def test_what_is_not_published_has_no_basis():
@@ -431,8 +493,14 @@ def test_the_command_prints_figures_and_writes_json(tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.index("figure-18a:") < text.index("figure-21:")
     assert "1 of 1 predicted values" in text
+    assert "averages say little" not in text
     saved = json.loads(out.read_text())
     assert [figure["figure"] for figure in saved["figures"]] == ["figure-18a", "figure-21"]
+    assert (saved["reproduce_schema"], saved["version"], saved["seeds"]) == (1, megatron_hdp.__version__, 64)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", saved["date"])
+    assert saved["command"].startswith("megatron-hdp")
+    with pytest.raises(DataError, match="what megatron-hdp reproduce wrote"):
+        read_input(out)
     ring = saved["figures"][0]["rows"][0]
     assert (ring["paper"], ring["basis"], ring["tag"]) == (405.0, "calibrated", "text")
 
@@ -441,6 +509,7 @@ def test_a_quick_step_of_figure_18b(capsys):
     assert main(["reproduce", "--only", "figure-18b", "--quick"]) == 0
     text = capsys.readouterr().out
     assert "static, step" in text
+    assert "\n2 batches: averages say little.\n" in text
     assert "order: static > naive > balanced" in text
     assert "given" in text
 
@@ -574,6 +643,7 @@ def test_runs_are_the_same_bytes_in_any_locale_and_need_no_torch(tmp_path):
             capture_output=True,
             check=True,
         )
-        found.append((made.stdout, made.stderr, out.read_bytes()))
+        saved = re.sub(rb'"date": "[0-9-]+"', b"", out.read_bytes())  # a run may go past midnight
+        found.append((made.stdout, made.stderr, saved))
     assert found[0] == found[1]
     assert found[0][1] == b""
