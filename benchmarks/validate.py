@@ -2,13 +2,14 @@
 
 python benchmarks/validate.py [--cases 1:hdp,2:static,2x2:hdp] [--profile FILE] [--seconds 60] [--runs 1] [--steps 3]
 
-Measures a profile of the demo's model on CPU ranks of one thread each, and trains with it and with --hdp-timeline, once
-for each case: ranks (x pipeline stages) and algorithm. The measured compute of every micro-batch is CPU time, so ranks
-may share cores. It is replayed: ranks wait for each other where the simulator says so. The span that comes out is held
-against the one that the simulator says from the profile alone. Prints Markdown and ends with code 1 unless every step
-of every case is within 10 %; docs/validation.md has a run of it. It takes about six minutes where nothing else runs.
-Meanwhile no core is idle: processes of the lowest priority compute on all of them, because a core may be faster while
-its neighbour does nothing, and the profile and the runs must have the same cores.
+Measures profiles of the demo's model on CPU ranks of one thread each, with as many processes as the cases have, and
+trains with them and with --hdp-timeline, once for each case: ranks (x pipeline stages) and algorithm. The measured
+compute of every micro-batch is CPU time, so ranks may share cores. It is replayed: ranks wait for each other where the
+simulator says so. The span that comes out is held against the one that the simulator says from the profile alone.
+Prints Markdown and ends with code 1 unless every step of every case is within 10 %; docs/validation.md has a run of it.
+It takes about eight minutes where nothing else runs. Meanwhile no core is idle: processes of the lowest priority
+compute on all of them, because a core may be faster while its neighbour does nothing, and the profile and the runs must
+have the same cores.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from attention_machine import Others, cores, every_core_busy, machine
+from attention_machine import Others, every_core_busy, machine
 from validate_compare import LIMIT, Compared, Verdict, compare, median_of, micro_batch_errors, verdict
 
 from megatron_hdp.errors import HdpError
@@ -107,8 +108,8 @@ def main() -> None:
     demo._corpus(options.out)
     try:
         with every_core_busy() as busy:
-            profile = options.profile or measure_profile(options, busy)
-            runs = train_all(profile, options, busy)
+            profiles = measure_profiles(options, busy)
+            runs = train_all(profiles, options, busy)
         results = [judge(case, runs[case]) for case in options.cases]
     except HdpError as error:
         sys.exit(f"validate.py: {error}")
@@ -125,8 +126,8 @@ def parse(words: Sequence[str]) -> Options:
     parser.add_argument("--out", type=Path, default=ROOT / "demo_out" / "validate", help="folder for all that is made")
     default = "1:hdp,2:hdp,2:static,4:hdp,4:static,2x2:hdp,2x2:static"
     parser.add_argument("--cases", default=default, help=f"RANKS[xSTAGES]:ALGORITHM, ... (default {default})")
-    parser.add_argument("--profile", help="a profile of this model and machine (default: measure one)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time to measure the profile in (default 60)")
+    parser.add_argument("--profile", help="a profile of this model and machine (default: measure)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time to measure a profile in (default 60)")
     parser.add_argument("--runs", type=int, default=1, help="of each case; medians count (default 1)")
     parser.add_argument("--steps", type=int, default=3, help=f"of each run that count, after {WARM_UP} (default 3)")
     parser.add_argument("--context", type=int, default=demo.CONTEXT, help="longest sequence (default: the demo's)")
@@ -155,17 +156,25 @@ def _case(text: str) -> Case:
     return case
 
 
-def measure_profile(options: Options, busy: Sequence[int]) -> str:
-    """Measure the model with a rank on every core, two at most, as most cases have; returns the profile's file."""
-    others = Others(busy)
-    path = options.out / "profile.json"
-    print(f"measuring a profile for {options.seconds:.0f} s ...", flush=True)
-    words = ["profile", "--out", str(path), "--seconds", str(options.seconds), str(ROOT / "scripts/pretrain_gpt.py")]
-    capacity = ["--hdp-tokens-per-rank", str(options.context)]  # sequences of the whole context count as well
-    ranks = min(2, cores())
-    launch([*words, *options.flags(ranks), *capacity], ranks, options, "profile.log")
-    print(f"{used(others)} meanwhile", flush=True)
-    return str(path)
+def measure_profiles(options: Options, busy: Sequence[int]) -> dict[int, str]:
+    """The profile for each number of processes: that of --profile, or one measured with so many, as users should.
+
+    Where processes share cores, they push each other out of caches, and a second of CPU time does less.
+    """
+    found = {}
+    for processes in sorted({case.ranks * case.stages for case in options.cases}):
+        if options.profile is not None:
+            found[processes] = options.profile
+            continue
+        others = Others(busy)
+        found[processes] = str(options.out / f"profile-{processes}.json")
+        print(f"measuring a profile of {processes} ranks for {options.seconds:.0f} s ...", flush=True)
+        words = ["profile", "--out", found[processes], "--seconds", str(options.seconds)]
+        words.append(str(ROOT / "scripts" / "pretrain_gpt.py"))
+        capacity = ["--hdp-tokens-per-rank", str(options.context)]  # sequences of the whole context count as well
+        launch([*words, *options.flags(processes), *capacity], processes, options, f"profile-{processes}.log")
+        print(f"{used(others)} meanwhile", flush=True)
+    return found
 
 
 type Runs = list[tuple[RunSetting, tuple[MeasuredStep, ...]]]
@@ -177,13 +186,13 @@ def used(others: Others) -> str:
     return f"other programs used {100 * others.share():.0f} % of all cores"
 
 
-def train_all(profile: str, options: Options, busy: Sequence[int]) -> dict[Case, Runs]:
+def train_all(profiles: dict[int, str], options: Options, busy: Sequence[int]) -> dict[Case, Runs]:
     """Train ``options.runs`` times in every case; the cases take turns, so that what disturbs them disturbs all."""
     runs: dict[Case, Runs] = {case: [] for case in options.cases}
     for number in range(options.runs):
         for case in options.cases:
             others = Others(busy)
-            runs[case].append(train(case, profile, options))
+            runs[case].append(train(case, profiles[case.ranks * case.stages], options))
             print(f"{case}, run {number + 1} of {options.runs}: {used(others)}", flush=True)
     return runs
 

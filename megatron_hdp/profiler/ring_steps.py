@@ -8,8 +8,8 @@ from megatron_hdp.cost.profile import LinkProfile
 from megatron_hdp.profiler.fit import LayerFit
 from megatron_hdp.profiler.samples import Sample, middle
 
-PIECES = (64, 256)
-"""Tokens of the pieces that are timed: short, so that computing takes little."""
+PIECES = (256, 512, 1024)
+"""Tokens of the pieces that are timed, as far as a rank holds them: short, so that computing takes little."""
 MOST_RANKS = 4
 """Ranks of the ring, at most: a step of a wider one takes no longer."""
 _WARM_UP, _REPEATS = 3, 9

@@ -136,7 +136,7 @@ def _on_rings(work: Work, comm: RingComm) -> list[RingSample]:
     if ring.size < 2 or comm.rank >= ring.size:
         return []
     found = []
-    for tokens in PIECES:
+    for tokens in (tokens for tokens in PIECES if tokens <= work.capacity):
         run = work.ring_runner(ring, tokens)
         found.append(sample(tokens, ring.size, [run() for _ in range(NUM_RUNS)]))
     return found

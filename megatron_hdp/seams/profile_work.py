@@ -162,7 +162,7 @@ class ModelWork:
     def ring_runner(self, ring: Ring, tokens: int) -> Runner:
         """The function that runs core attention of its piece of so many tokens once; all ranks of ``ring`` call it."""
         chunk = tokens // 2
-        piece = Piece(0, ring.size * tokens, ring, self.pool.rank - ring.start, chunk)
+        piece = Piece(0, ring.size * tokens, ring, ring.position(self.pool.rank), chunk)
         return self._attention(tokens, MicroBatch((piece,)), self.ring_timer)
 
     def _attention_runner(self, case: Case) -> Runner:

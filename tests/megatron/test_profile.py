@@ -32,10 +32,10 @@ def profile(ranks, out, folder, *more, seconds=3):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Profile, and output, of two ranks; data and checkpoints are named that do not exist."""
+    """Profile, and output, of three ranks; data and checkpoints are named that do not exist."""
     folder = tmp_path_factory.mktemp("profile")
     nowhere = ["--data-path", str(folder / "no_data"), "--save", str(folder / "saved"), "--save-interval", "1"]
-    outcome = profile(2, folder / "mine.json", folder / "run", *nowhere).check()
+    outcome = profile(3, folder / "mine.json", folder / "run", *nowhere).check()
     assert not (folder / "saved").exists()
     return folder / "mine.json", outcome
 
@@ -46,7 +46,7 @@ def test_profile_loads_and_says_what_it_is(measured):
     layer = made.layer(LAYER)
     assert made.name == "mine"
     assert made.default_layer == LAYER
-    assert made.gpus_per_node == 2
+    assert made.gpus_per_node == 3
     assert made.hardware.startswith("CPU rank: ")
     assert "megatron-core 0.19" in made.software
     assert (layer.kv_per_token, layer.kv_gradient_per_token, layer.checkpoint_per_token) == (ROW, ROW, 32 * 4)
@@ -57,7 +57,7 @@ def test_profile_loads_and_says_what_it_is(measured):
     measured_times = (layer.attention_forward, layer.linear_forward, layer.loss_per_token, layer.embedding_per_token)
     assert all(0 <= seconds < 1e-2 for seconds in measured_times)
     assert sum(measured_times) > 0
-    for seconds in (layer.ring_step_forward, layer.ring_step_backward):  # of two ranks; calls in Python take their time
+    for seconds in (layer.ring_step_forward, layer.ring_step_backward):  # of three ranks; calls in Python take their time
         assert 1e-6 < seconds < 0.1
     for said in ("R2", "worst error", "micro-batches that the fit did not see", "outliers", f"written to {path}"):
         assert said in outcome.outputs[0]
@@ -68,7 +68,7 @@ def test_activation_bytes_are_those_of_the_layer(measured):
     """To the byte what the memory estimate counts of a plain layer in fp32, and nothing besides per micro-batch."""
     layer = load_profile(measured[0]).layer()
     shape = ModelShape(layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocabulary=257, element_bytes=4)
-    counted = layer_bytes_per_token(shape, Parallel(ranks=2, fused_kernels=False))
+    counted = layer_bytes_per_token(shape, Parallel(ranks=3, fused_kernels=False))
     assert layer.activation_per_token == pytest.approx(counted, rel=1e-6)
     assert layer.activation_constant == pytest.approx(0, abs=1)
 
@@ -96,7 +96,7 @@ def test_training_refuses_the_profile_of_another_model_unless_forced(measured, c
     assert "Traceback" not in refused.output
     forced = train(1, [*flags, "--hdp-force-profile"], tmp_path / "forced").check()
     assert "used all the same, as asked" in forced.output
-    assert "measured with 2 processes on a node, this one has 1: plans believe in nodes of 2" in forced.output
+    assert "measured with 3 processes on a node, this one has 1: plans believe in nodes of 3" in forced.output
     assert len(read_steps(tmp_path / "forced" / "record")) == 2
 
 
