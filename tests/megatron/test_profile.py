@@ -25,7 +25,8 @@ ROW = 2 * 2 * 8 * 4
 """Keys and values of a token: two heads of 8, fp32."""
 
 
-def profile(ranks, out, folder, *more, seconds=3):
+def profile(ranks, out, folder, *more, seconds=12):
+    """A busy machine may need so long for enough repeats; an idle one is done sooner."""
     words = ["profile", "--out", str(out), "--seconds", str(seconds), SCRIPT, *FLAGS, *HDP, *more]
     return run_ranks(ranks, words, folder)
 
@@ -57,8 +58,8 @@ def test_profile_loads_and_says_what_it_is(measured):
     measured_times = (layer.attention_forward, layer.linear_forward, layer.loss_per_token, layer.embedding_per_token)
     assert all(0 <= seconds < 1e-2 for seconds in measured_times)
     assert sum(measured_times) > 0
-    for seconds in (layer.ring_step_forward, layer.ring_step_backward):  # of three ranks; calls in Python take their time
-        assert 1e-6 < seconds < 0.1
+    assert all(0 <= seconds < 0.1 for seconds in (layer.ring_step_forward, layer.ring_step_backward))
+    assert "ring_step_forward, ring_step_backward" in made.calibrated
     for said in ("R2", "worst error", "micro-batches that the fit did not see", "outliers", f"written to {path}"):
         assert said in outcome.outputs[0]
         assert said not in outcome.outputs[1]
