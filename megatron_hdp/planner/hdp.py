@@ -190,12 +190,12 @@ class _Batch:
         smallest = demanded_rings(cost, lengths, smallest, ranks, bound // layout.stages)
         widest = widest_rings(cost, lengths, smallest, ranks)
         if self.balance == "dp":
-            columns = plan_dp(lengths, smallest, widest, ranks, self.capacity, cost, bound)
-            if not cost.reduce_picoseconds:
-                return self._timed(columns)
-            alone = dataclasses.replace(cost, reduce_picoseconds=0)  # ranks that end alike may still be better
-            other = plan_dp(lengths, smallest, widest, ranks, self.capacity, alone, bound)
-            return _shorter(self._timed(columns), self._timed(other))
+            ways = [(widest, cost)]
+            if cost.reduce_picoseconds:
+                # the last pieces of rings that are no wider than they must be are long; ranks may as well end alike
+                ways += [(smallest, cost), (widest, dataclasses.replace(cost, reduce_picoseconds=0))]
+            found = [self._timed(plan_dp(lengths, smallest, w, ranks, self.capacity, c, bound)) for w, c in ways]
+            return found[0] if len(found) == 1 else min(found, key=lambda timed: timed.span)
         timed = self._timed(plan_pp(lengths, smallest, widest, ranks, packs, cost, bound, layout))
         return _shorter(timed, self._waves) if np.any(timed.plan.ring_size > 1) else timed
 
