@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.cost import Profile
+from megatron_hdp.cost import CostModel, Profile
 from megatron_hdp.cost.fixed import PICOSECONDS
+from megatron_hdp.cost.over_links import FREE
 from megatron_hdp.errors import DataError
 from megatron_hdp.planner.span import microbatch_picoseconds
 from megatron_hdp.simulator import cluster_of_profile, simulate_step
@@ -72,10 +73,15 @@ class Compared:
         return self.simulated / self.replayed
 
 
+def computing(cost: CostModel) -> CostModel:
+    """The model with links that take no time; steps of rings keep theirs, which a rank computes."""
+    return dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, inside_node=FREE, across_nodes=FREE))
+
+
 def compare(step: MeasuredStep, setting: RunSetting, profile: Profile | None = None) -> Compared:
     """A measured step against a simulated one, with another profile than the run planned with if given."""
     job = setting.job(profile)
-    links = job.cost.with_free_links("all")
+    links = computing(job.cost)
     free = dataclasses.replace(job, cost=links, cluster=cluster_of_profile(links.profile), model=None)  # no messages
     measured = step.op_seconds(step.compute)
     replayed = replay(step.plan, job, *measured)
@@ -125,7 +131,7 @@ def verdict(predicted: Sequence[float], measured: Sequence[float]) -> Verdict:
 
 def micro_batch_errors(steps: Sequence[MeasuredStep], setting: RunSetting) -> Seconds:
     """Predicted over measured compute, minus 1, of every micro-batch that has pieces; passes and stages together."""
-    cost = setting.cost.with_free_links("all")
+    cost = computing(setting.cost)
     errors = []
     for step in steps:
         forward, backward = microbatch_picoseconds(step.plan, cost)

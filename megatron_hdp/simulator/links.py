@@ -8,6 +8,7 @@ What different rings send at the same time is not added up. There are at most tw
 are intervals of ranks.
 """
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,7 +158,10 @@ def all_to_all_link(job: Job, groups: IntArray) -> tuple[LinkProfile, bool]:
             per_leaf = np.bincount((leaf - leaf.min()).reshape(-1), weights=apart.reshape(-1)).max()
             times.append(per_leaf * job.tensor_parallel / cluster.leaf_uplink)
     latency = cluster.nic_latency if outside.any() else cluster.inside_latency
-    return LinkProfile(latency, float((groups.shape[1] - 1) / max(times))), bool(outside.any())
+    shares, slowest = groups.shape[1] - 1, float(max(times))
+    # links that take no time have the largest bandwidth that there is
+    bandwidth = shares / slowest if slowest * sys.float_info.max > shares else sys.float_info.max
+    return LinkProfile(latency, bandwidth), bool(outside.any())
 
 
 def _gpus(job: Job, ranks: IntArray) -> IntArray:

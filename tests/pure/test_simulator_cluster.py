@@ -1,6 +1,7 @@
 """Clusters: files, profiles, links that are shared."""
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -192,6 +193,8 @@ def test_everybody_to_everybody():
     whole, _ = all_to_all_link(job, np.arange(16)[None])  # 12 of 15 parts leave the node, 8 the leaf
     times = [3 / 100e9, 2 * 12 / 10e9, 2 * 8 * 8 / 20e9]
     assert whole.bandwidth == pytest.approx(15 / max(times))
+    free = job_of(2, inside_bandwidth=sys.float_info.max, nic_bandwidth=sys.float_info.max, nodes_per_leaf=None)
+    assert all_to_all_link(free, np.arange(16)[None])[0].bandwidth == sys.float_info.max
     several, _ = all_to_all_link(job, np.arange(8).reshape(2, 4))  # swaps inside nodes, both at a time
     assert several == LinkProfile(1e-6, 100e9)
 
