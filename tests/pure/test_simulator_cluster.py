@@ -194,7 +194,9 @@ def test_everybody_to_everybody():
     times = [3 / 100e9, 2 * 12 / 10e9, 2 * 8 * 8 / 20e9]
     assert whole.bandwidth == pytest.approx(15 / max(times))
     free = job_of(2, inside_bandwidth=sys.float_info.max, nic_bandwidth=sys.float_info.max, nodes_per_leaf=None)
-    assert all_to_all_link(free, np.arange(16)[None])[0].bandwidth == sys.float_info.max
+    assert all(
+        1e307 < all_to_all_link(free, np.arange(n)[None])[0].bandwidth <= sys.float_info.max for n in (2, 3, 4, 16)
+    )
     several, _ = all_to_all_link(job, np.arange(8).reshape(2, 4))  # swaps inside nodes, both at a time
     assert several == LinkProfile(1e-6, 100e9)
 
