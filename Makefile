@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or gpu"
