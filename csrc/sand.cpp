@@ -221,16 +221,11 @@ void fit_tails(const Ints &times, Int goal, Tails &tails) {
 
 // Ranks whose last ring is the last of all its ranks and takes longer than the `longest` pack after it of each.
 std::vector<bool> ranks_that_end_with_ring(const Placement &placed, const Ints &longest) {
-    Ints last(longest.size(), -1);
+    const LastRings last = last_rings(placed, static_cast<Int>(longest.size()));
+    std::vector<bool> result(longest.size(), false);
     for (std::size_t i = 0; i < placed.ring.size(); ++i) {
-        std::fill_n(last.begin() + placed.start[i], placed.size[i], static_cast<Int>(i));
-    }
-    std::vector<bool> result(last.size(), false);
-    for (std::size_t i = 0; i < placed.ring.size(); ++i) {
-        const auto first = last.begin() + placed.start[i];
         const auto after = longest.begin() + placed.start[i];
-        if (std::count(first, first + placed.size[i], static_cast<Int>(i)) == placed.size[i] &&
-            *std::max_element(after, after + placed.size[i]) < placed.time[i]) {
+        if (last.of_all[i] && *std::max_element(after, after + placed.size[i]) < placed.time[i]) {
             std::fill_n(result.begin() + placed.start[i], placed.size[i], true);
         }
     }
@@ -260,35 +255,6 @@ Ints first_packs_at_end(const Locals &locals, const Spread &spread, const Groups
 }
 
 } // namespace
-
-// How much sooner than the others each rank should be done, because what it runs last is short; see planner/frame.py.
-Ints reserves(const Placement &placed, Int num_ranks, Int target, Int least, const LastEnough &last) {
-    if (last.time == 0) {
-        return {};
-    }
-    Ints ring(static_cast<std::size_t>(num_ranks), -1), result(ring.size());
-    for (std::size_t i = 0; i < placed.ring.size(); ++i) {
-        std::fill_n(ring.begin() + placed.start[i], placed.size[i], static_cast<Int>(i));
-    }
-    std::vector<bool> whole(placed.ring.size());
-    for (std::size_t i = 0; i < whole.size(); ++i) {
-        const auto first = ring.begin() + placed.start[i];
-        whole[i] = std::count(first, first + placed.size[i], static_cast<Int>(i)) == placed.size[i];
-    }
-    for (std::size_t rank = 0; rank < ring.size(); ++rank) {
-        const Int i = ring[rank];
-        Int room = target, longest = 0;
-        if (i >= 0) {
-            room -= placed.begin[i] + placed.time[i];
-            longest = room < least || whole[i] ? placed.time[i] : 0;
-        }
-        if (room >= least) {
-            longest = std::max(longest, std::min(room, last.time));
-        }
-        result[rank] = (std::max<Int>(last.time - longest, 0) >> 10) * last.share;
-    }
-    return result;
-}
 
 // Longest first into the tightest gap that holds it, else onto the rank that is done soonest (LPT, Graham 1969).
 Spread spread_locals(const Placement &placed, const Locals &locals, Int num_ranks) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <vector>
 
 #include "skyline.hpp"
 
@@ -72,6 +73,13 @@ struct Spread {
     Int span = 0;
 };
 
+// The last ring of every rank, as index of its place (-1: none), and whether a ring is the last of all its ranks.
+struct LastRings {
+    Ints of_rank;
+    std::vector<bool> of_all;
+};
+
+LastRings last_rings(const Placement &placed, Int num_ranks);
 Ints reserves(const Placement &placed, Int num_ranks, Int target, Int least, const LastEnough &last);
 Spread spread_locals(const Placement &placed, const Locals &locals, Int num_ranks);
 void level_locals(const Placement &placed, const Locals &locals, Int num_ranks, Int goal, Spread &spread);
