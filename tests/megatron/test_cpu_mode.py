@@ -87,10 +87,7 @@ def test_the_mode_itself(tmp_path):
     [
         "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         pytest.param(f"--pipeline-model-parallel-size 2 {RECOMPUTE}", marks=pytest.mark.slow),
-        pytest.param(
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-activations",
-            marks=pytest.mark.slow,
-        ),
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-activations",
     ],
     ids=["tensor and sequence parallel", "pipeline, full recompute", "interleaved pipeline, selective recompute"],
 )

@@ -18,6 +18,7 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 # (pool, capacity, optimizer, flags); Megatron's distributed optimizer takes Adam only
 FAST = [
     (1, 96, "sgd", []),
+    (2, 48, "smooth_adam", DISTRIBUTED),
     (3, 32, "sgd", RECOMPUTE),
     (4, 24, "smooth_adam", DISTRIBUTED + RECOMPUTE),
     (6, 16, "sgd", []),

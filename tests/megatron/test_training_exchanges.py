@@ -29,16 +29,14 @@ FOUR_LAYERS = ["--num-layers", "4", "--window-size", "11,0", "--window-attn-skip
 # (exchange, model, flags of the HDP run); 4 ranks each
 FAST = [
     ("ring", MIXED, [*TP2, *CHUNKS]),
+    ("gather", MIXED, [*CHUNKS, *OVERLAP]),
     ("heads", MIXED, [*CHUNKS, *OVERLAP]),
 ]
 REST = [
-    ("gather", MIXED, [*CHUNKS, *OVERLAP]),
-    *(
-        (exchange, model, [*more, *CHUNKS])
-        for exchange in ("auto", "ring", "gather", "heads")
-        for model in ([], EVERY, EVERY_SECOND, YARN)
-        for more in ([], TP2, [*OVERLAP, *SELECTIVE])
-    ),
+    (exchange, model, [*more, *CHUNKS])
+    for exchange in ("auto", "ring", "gather", "heads")
+    for model in ([], EVERY, EVERY_SECOND, YARN)
+    for more in ([], TP2, [*OVERLAP, *SELECTIVE])
 ]
 
 
